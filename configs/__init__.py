@@ -1,0 +1,1 @@
+"""Gin files, one folder a method, installed as data beside the code."""

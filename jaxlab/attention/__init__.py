@@ -1,0 +1,1 @@
+"""The attention seam: functions `attend(q, k, v, rope, layer_cache) -> (o, layer_cache, stats)`."""

@@ -1,0 +1,1 @@
+"""Where data and packaged models come from."""

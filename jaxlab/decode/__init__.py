@@ -1,0 +1,1 @@
+"""Decoding: autoregressive sampling now; diffusion decoders beside it."""

@@ -1,0 +1,211 @@
+"""A model as a folder that transformers and vLLM load: named tensors, config, tokenizer.
+
+Everything is taken from the source where it says the same (dtypes, shards, index, config, tokenizer
+files), and written by us where it does not.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxlab.io import files, fp4_checkpoints, names
+from jaxlab.io import safetensors as st
+from jaxlab.io import tokenizer as tokenizers
+from jaxlab.nn import stack, weights
+
+PyTree = Any
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER_FILES = (
+  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+  "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+MAX_SHARD_BYTES = 5_000_000_000  # transformers' own limit
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+  """A temporary neighbour of `folder`, renamed to it at the end and removed on an error."""
+  folder = pathlib.Path(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(f"save: {str(folder)!r} must be new or empty. Choose another folder.")
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  part = files.temporary_name(folder)
+  part.mkdir()
+  try:
+    yield part
+    os.replace(part, folder)  # over an empty folder, or none
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def write_folder(
+  lm: Any, folder: pathlib.Path, *, dtype: jax.typing.DTypeLike | None = None
+) -> None:
+  """Weights, config and tokenizer into an existing folder; see `huggingface.save_pretrained`."""
+  source = lm.source
+  tensors = export_tensors(lm.params, source.dtypes, dtype)
+  same = source.weight_map is not None and source.weight_map.keys() == tensors.keys()
+  st.write_sharded(
+    folder,
+    tensors,
+    max_shard_bytes=MAX_SHARD_BYTES,
+    weight_map=source.weight_map if same else None,
+    metadata=source.metadata if same else st.PT_METADATA,
+  )
+  if same:
+    _keep_index(source.path, folder)
+  write_config(_export_config(lm.config, tensors, dtype, same), source.path, folder)
+  write_tokenizer(lm.tokenizer, source.path, folder)
+
+
+def export_tensors(
+  params: PyTree, dtypes: Mapping[str, str], dtype: jax.typing.DTypeLike | None = None
+) -> dict[str, st.TensorSpec]:
+  """{Hugging Face name: tensor to be made}; nothing is computed yet.
+
+  Args:
+    dtypes: {tensor name: dtype name} of dense tensors; names that it lacks take the embedding's
+      entry, else the parameter's own dtype.
+    dtype: overrides `dtypes`.
+  """
+  fallback = dtypes.get(names.HUGGING_FACE["embed"])
+  tensors: dict[str, st.TensorSpec] = {}
+  for path, layer, like, take in per_layer(params):
+    name = names.HUGGING_FACE[path].format(layer)
+    if isinstance(like, weights.FP4Array):
+      tensors |= _fp4_specs(name.removesuffix(".weight"), like, take)
+    elif weights.is_leaf(like):
+      raise ValueError(
+        f"save: {path} must be dense or NVFP4; got {type(like).__name__}. Use lora.merge_adapters "
+        "or peft.save_adapter for adapters, weights.densify for other formats."
+      )
+    else:
+      kind = np.dtype(dtype or dtypes.get(name, fallback) or like.dtype)
+      tensors[name] = _dense_spec(name, like.shape, kind, take, names.is_transposed(path))
+  return tensors
+
+
+def per_layer(params: PyTree) -> Iterator[tuple[str, int | None, Any, Callable[[], Any]]]:
+  """(stacked path, layer, kernel of shapes, kernel when called) of each tensor, either layout."""
+  for path, leaf in weights.leaf_paths(params).items():
+    if stack.stack_axes(path):
+      like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf)
+      for i in range(stack.num_layers(params["layers"])):
+        yield path, i, like, lambda leaf=leaf, i=i: jax.tree.map(lambda x: weights.take(x, i), leaf)
+    else:
+      like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaf)
+      yield *split_path(path), like, lambda leaf=leaf: leaf
+
+
+def split_path(path: str) -> tuple[str, int | None]:
+  """('layers/q/kernel', 3) for 'layers/3/q/kernel'; (path, None) for any other path."""
+  first, _, rest = path.partition("/")
+  layer, _, rest = rest.partition("/")
+  if first == "layers" and layer.isdigit():
+    return f"layers/{rest}", int(layer)
+  return path, None
+
+
+def _dense_spec(
+  name: str, shape: tuple[int, ...], dtype: np.dtype, take: Callable[[], Any], transposed: bool
+) -> st.TensorSpec:
+  def make() -> np.ndarray:
+    value = np.asarray(take())
+    stored = (value.T if transposed else value).astype(dtype)
+    if dtype == np.float16 and np.isinf(stored).any() and not np.isinf(value).any():
+      raise ValueError(
+        f"save: {name} reaches {np.abs(value).max():g}, beyond float16. Write bfloat16 or float32."
+      )
+    return stored
+
+  return st.TensorSpec(shape[::-1] if transposed else shape, dtype, make)
+
+
+def _fp4_specs(
+  linear: str, like: weights.FP4Array, take: Callable[[], Any]
+) -> dict[str, st.TensorSpec]:
+  shapes = {
+    fp4_checkpoints.PACKED: (like.codes.shape, np.uint8),
+    fp4_checkpoints.SCALE: (like.scale.shape, ml_dtypes.float8_e4m3fn),
+    fp4_checkpoints.GLOBAL_SCALE: ((1,), np.float32),
+  }
+  make = lambda name: fp4_checkpoints.to_compressed_tensors(linear, take())[name]
+  return {
+    (name := f"{linear}.{part}"): st.TensorSpec(shape, kind, functools.partial(make, name))
+    for part, (shape, kind) in shapes.items()
+  }
+
+
+def _export_config(
+  config: Mapping[str, Any],
+  tensors: Mapping[str, st.TensorSpec],
+  dtype: jax.typing.DTypeLike | None,
+  same: bool,
+) -> dict[str, Any]:
+  """`config` with the dtype and the quantisation that are written."""
+  config = dict(config)
+  packed = {n.rpartition(".")[0] for n in tensors if n.endswith(fp4_checkpoints.PACKED)}
+  if not packed:
+    config.pop("quantization_config", None)
+  elif not (same and "quantization_config" in config):
+    linears = {names.HUGGING_FACE[f"layers/{linear}/kernel"] for linear in names.LINEARS}
+    depth = config["num_hidden_layers"]
+    all_linears = [
+      n.format(i).removesuffix(".weight") for i in range(depth) for n in sorted(linears)
+    ]
+    ignore = [n for n in ["lm_head", *all_linears] if n not in packed]
+    config["quantization_config"] = fp4_checkpoints.quantization_config(ignore)
+  if dtype is not None:
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(np.dtype(dtype))
+  return config
+
+
+def _source_file(source: pathlib.Path, name: str) -> pathlib.Path | None:
+  return files.member(source, name) if source.is_dir() else None
+
+
+def _keep_index(source: pathlib.Path, folder: pathlib.Path) -> None:
+  """The source's own index where it says the same: other writers lay it out differently."""
+  theirs, ours = _source_file(source, st.INDEX), folder / st.INDEX
+  if theirs is None or not ours.exists():
+    return
+  before, now = files.read_json_object(theirs), files.read_json_object(ours)
+  size = lambda index: (index.get("metadata") or {}).get("total_size")
+  if before.get("weight_map") == now["weight_map"] and size(before) == size(now):
+    _copy(theirs, ours)
+
+
+def write_config(config: Mapping[str, Any], source: pathlib.Path, folder: pathlib.Path) -> None:
+  """config.json, byte for byte the source's where it says the same; generation_config.json."""
+  theirs = _source_file(source, CONFIG)
+  if theirs is not None and files.read_json_object(theirs) == config:
+    _copy(theirs, folder / CONFIG)
+  else:
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+  if generation := _source_file(source, GENERATION):
+    _copy(generation, folder / GENERATION)
+
+
+def write_tokenizer(
+  tokenizer: tokenizers.Tokenizer | None, source: pathlib.Path, folder: pathlib.Path
+) -> None:
+  """The source's tokenizer files, or new ones where it has none (GGUF)."""
+  for name in TOKENIZER_FILES:
+    if theirs := _source_file(source, name):
+      _copy(theirs, folder / name)
+  if tokenizer is not None and _source_file(source, "tokenizer.json") is None:
+    tokenizer.save(folder)
+
+
+def _copy(theirs: pathlib.Path, ours: pathlib.Path) -> None:
+  ours.write_bytes(theirs.read_bytes())  # also where both are one file

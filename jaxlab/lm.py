@@ -1,0 +1,143 @@
+"""A language model as one value, from Hugging Face, GGUF or our own checkpoints, and back."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from jaxlab.data import assets
+from jaxlab.io import export as exports
+from jaxlab.io import huggingface, orbax, receipt
+from jaxlab.io import tokenizer as tokenizers
+from jaxlab.models import causal_lm, zoo
+from jaxlab.nn import weights
+from pallas_kernels import target
+
+PyTree = Any
+DEMO = "demo"
+PARAMS = "params"  # folder of the arrays inside a checkpoint of ours
+
+
+@dataclasses.dataclass(frozen=True)
+class LM:
+  """A model with all that goes with it; `dataclasses.replace(lm, params=...)` makes a variant.
+
+  module: `module.apply({"params": params}, tokens_BT) -> logits_BTV`.
+  params: stacked; see `jaxlab.nn.weights` for what a kernel may be.
+  config: the Hugging Face config.json; `module.config` is the architecture.
+  tokenizer: None for a folder without one.
+  path: as given to `load`.
+  source: what an export repeats (names, dtypes, shards).
+  """
+
+  module: causal_lm.CausalLM
+  params: PyTree
+  config: Mapping[str, Any]
+  tokenizer: tokenizers.Tokenizer | None
+  path: str
+  source: huggingface.Source
+
+
+def load(
+  path: str | os.PathLike[str],
+  dtype: jax.typing.DTypeLike | None = None,
+  mesh: jax.sharding.Mesh | None = None,
+) -> LM:
+  """Loads a model.
+
+  Args:
+    path: a Hugging Face folder, a `.gguf` file, a folder written by `save`, or "demo" (the packaged
+      SmolLM2-135M-Instruct).
+    dtype: of dense parameters; None means float32 on a CPU (16-bit matmuls are slow there) and the
+      checkpoint's own elsewhere. The choice is logged.
+    mesh: shards the parameters over it by the library's rules.
+  Raises: ValueError for what is not there or not supported; CorruptFile for damaged files.
+  """
+  name = str(path)
+  path = assets.demo_model_path() if name == DEMO else pathlib.Path(path)
+  if not path.exists():
+    raise ValueError(
+      f"load: {name!r} does not exist. Give a model folder, a .gguf file, or 'demo'."
+    )
+  if orbax.is_checkpoint(path / PARAMS):
+    return _load_own(name, path, dtype, mesh)
+  config, source = huggingface.load_config(path), huggingface.load_source(path)
+  dtype = _choose_dtype(dtype, source, name)
+  module = zoo.from_config(config, dtype)
+  params = huggingface.load_params(path, module, dtype, place=_place(mesh))
+  return LM(module, params, config, huggingface.load_tokenizer(path), name, source)
+
+
+def save(lm: LM, path: str | os.PathLike[str]) -> None:
+  """Writes a checkpoint of our own: every kernel type exactly as it is, adapters included.
+
+  Only `load` reads it; `export` writes what other programs read. Replaces an older checkpoint
+  there, which stays whole until the new one is.
+  """
+  path = pathlib.Path(path)
+  path.mkdir(parents=True, exist_ok=True)
+  exports.write_config(lm.config, lm.source.path, path)
+  exports.write_tokenizer(lm.tokenizer, lm.source.path, path)
+  source = {
+    "dtypes": dict(lm.source.dtypes),
+    "weight_map": lm.source.weight_map and dict(lm.source.weight_map),
+    "metadata": lm.source.metadata and dict(lm.source.metadata),
+  }
+  dtype = str(jnp.dtype(lm.module.param_dtype))
+  orbax.save_params(path / PARAMS, lm.params, {"source": source, "dtype": dtype})
+
+
+def export(
+  lm: LM, folder: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike | None = None
+) -> None:
+  """Writes a folder that transformers loads, with a receipt of what it should answer there.
+
+  As `huggingface.save_pretrained`, plus `receipt.json` and `verify.py`; the receipt is made from
+  the written files, so it also checks the export. Needs memory for a second copy of the model.
+  """
+  with exports.new_folder(folder) as part:
+    exports.write_folder(lm, part, dtype=dtype)
+    receipt.write_receipt(part)
+
+
+def _load_own(name, path, dtype, mesh) -> LM:
+  params, meta = orbax.load_params(path / PARAMS)
+  if mesh is not None:
+    params = weights.map_leaves(_place(mesh), params)
+  if dtype is None and target.current_target().platform == "cpu":
+    dtype = jnp.float32
+  if dtype is not None:
+    params = _cast_dense(params, dtype)
+  config = huggingface.load_config(path)
+  module = zoo.from_config(config, dtype or jnp.dtype(meta["dtype"]))
+  source = huggingface.Source(path, **meta["source"])
+  return LM(module, params, config, huggingface.load_tokenizer(path), name, source)
+
+
+def _cast_dense(params: PyTree, dtype) -> PyTree:
+  """Dense kernels and gains in `dtype`; packed kernels and the masters of adapters stay."""
+
+  def cast(w):
+    if isinstance(w, weights.LoRA):
+      return dataclasses.replace(w, base=cast(w.base))
+    return w if weights.is_leaf(w) else w.astype(dtype)
+
+  return jax.tree.map(cast, params, is_leaf=weights.is_leaf)
+
+
+def _choose_dtype(dtype, source: huggingface.Source, name: str):
+  platform = target.current_target().platform
+  stored = source.dtypes.get("model.embed_tokens.weight", "bfloat16")
+  chosen = jnp.dtype(dtype or (jnp.float32 if platform == "cpu" else stored))
+  why = "as asked" if dtype else "float32 on a CPU" if platform == "cpu" else "as in the checkpoint"
+  logging.info("load: %s, dense parameters in %s (%s)", name, chosen, why)
+  return chosen
+
+
+def _place(mesh: jax.sharding.Mesh | None):
+  raise NotImplementedError

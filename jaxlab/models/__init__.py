@@ -1,0 +1,1 @@
+"""Architectures only, one file a family; checkpoint names live in `jaxlab.io`."""

@@ -1,0 +1,211 @@
+"""Llama, SmolLM2, Qwen2.5 and Qwen3: one pre-norm decoder with grouped-query attention and SwiGLU.
+
+The families differ by switches of `CausalLMConfig`, not by code. Modules are pure: caches, attention
+and keys are arguments. Dims: B T D F N K H V L (see the project's legend).
+Sources: arXiv 2302.13971 (Llama), 2407.21783 (Llama 3), 2412.15115 (Qwen2.5), 2505.09388 (Qwen3).
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlab.attention import cache as kv
+from jaxlab.attention import dense
+from jaxlab.nn import norm, rotary, stack, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalLMConfig:
+  """Architecture of a decoder; `jaxlab.models.zoo` builds it from a `config.json`."""
+
+  vocab_size: int  # V
+  width: int  # D
+  num_layers: int  # L
+  num_heads: int  # N
+  num_kv_heads: int  # K, divides N
+  head_dim: int  # H
+  mlp_width: int  # F
+  norm_eps: float = 1e-6
+  rope: rotary.RopeConfig = rotary.RopeConfig()
+  max_positions: int = 2048
+  tie_embeddings: bool = True
+  qkv_bias: bool = False  # Qwen2.5
+  o_bias: bool = False
+  mlp_bias: bool = False
+  qk_norm: bool = False  # Qwen3
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"CausalLMConfig: num_kv_heads must divide num_heads; got {self.num_kv_heads} and "
+        f"{self.num_heads}. Fix num_key_value_heads in config.json."
+      )
+
+
+class Block(nn.Module):
+  """One layer. `qkv`, `out` and `mlp` are separate, so that other attention schemes can call them."""
+
+  config: CausalLMConfig
+  param_dtype: jax.typing.DTypeLike = jnp.float32
+
+  def setup(self):
+    c, dtype = self.config, self.param_dtype
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    _gain(self, "attn_norm", c.width, dtype)
+    _linear(self, "q", c.width, heads, c.qkv_bias, dtype)
+    _linear(self, "k", c.width, kv_heads, c.qkv_bias, dtype)
+    _linear(self, "v", c.width, kv_heads, c.qkv_bias, dtype)
+    _linear(self, "o", heads, c.width, c.o_bias, dtype)
+    if c.qk_norm:
+      _gain(self, "q_norm", c.head_dim, dtype)
+      _gain(self, "k_norm", c.head_dim, dtype)
+    _gain(self, "mlp_norm", c.width, dtype)
+    _linear(self, "gate", c.width, c.mlp_width, c.mlp_bias, dtype)
+    _linear(self, "up", c.width, c.mlp_width, c.mlp_bias, dtype)
+    _linear(self, "down", c.mlp_width, c.width, c.mlp_bias, dtype)
+
+  def qkv(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+    """q_BTNH, k_BTKH, v_BTKH before rotation, from the normalised input."""
+    c = self.config
+    y_BTD = norm.rms_norm(x_BTD, self._get("attn_norm"), c.norm_eps)
+    q, k, v = self._project(y_BTD, "q", "k", "v")
+    heads = lambda x, n: x.reshape(*x.shape[:-1], n, c.head_dim)
+    q, k, v = heads(q, c.num_heads), heads(k, c.num_kv_heads), heads(v, c.num_kv_heads)
+    if c.qk_norm:
+      q = norm.rms_norm(q, self._get("q_norm"), c.norm_eps)
+      k = norm.rms_norm(k, self._get("k_norm"), c.norm_eps)
+    return q, k, v
+
+  def out(self, o_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    (y_BTD,) = self._project(o_BTNH.reshape(*o_BTNH.shape[:-2], -1), "o")
+    return y_BTD
+
+  def mlp(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """down(silu(gate(x)) * up(x)) of the normalised input."""
+    y_BTD = norm.rms_norm(x_BTD, self._get("mlp_norm"), self.config.norm_eps)
+    gate_BTF, up_BTF = self._project(y_BTD, "gate", "up")
+    (y_BTD,) = self._project(jax.nn.silu(gate_BTF) * up_BTF, "down")
+    return y_BTD
+
+  def __call__(self, x_BTD, rope, attend, layer_cache=None):
+    """Returns (x_BTD, layer_cache, stats of the attention)."""
+    q, k, v = self.qkv(x_BTD)
+    o_BTNH, layer_cache, stats = attend(q, k, v, rope, layer_cache)
+    x_BTD = x_BTD + self.out(o_BTNH)
+    return x_BTD + self.mlp(x_BTD), layer_cache, stats
+
+  def _get(self, name):
+    return self.get_variable("params", name)
+
+  def _project(self, x, *names):
+    linears = [self._get(name) for name in names]
+    ys = weights.matmul_many(x, [linear["kernel"] for linear in linears])
+    return tuple(
+      y + weights.broadcast_bias(linear["bias"], y) if "bias" in linear else y
+      for y, linear in zip(ys, linears, strict=True)
+    )
+
+
+class CausalLM(nn.Module):
+  """Decoder-only language model on the model contract: embed, hidden, head, __call__."""
+
+  config: CausalLMConfig
+  param_dtype: jax.typing.DTypeLike = jnp.float32
+  remat: bool = False  # keep only each block's input for the backward pass
+
+  def setup(self):
+    c = self.config
+    _declare(self, "embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.param_dtype)
+    if not self.has_variable("params", "layers"):
+      self.param("layers", self._init_layers)
+    _gain(self, "norm", c.width, self.param_dtype)
+    if not c.tie_embeddings:
+      _linear(self, "head", c.width, c.vocab_size, False, self.param_dtype)
+
+  def _init_layers(self, key):
+    x = jnp.zeros((1, 1, self.config.width), self.param_dtype)  # any method declares the parameters
+    init = lambda key: self._block.init(key, x, method=Block.mlp)["params"]
+    return jax.vmap(init)(jax.random.split(key, self.config.num_layers))
+
+  @property
+  def _block(self) -> Block:
+    return Block(self.config, self.param_dtype, parent=None)
+
+  def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return jnp.take(self.get_variable("params", "embed"), tokens_BT, axis=0)
+
+  def hidden(
+    self,
+    tokens_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"] | None = None,
+    attend: Any = None,
+    cache: kv.KVCache | None = None,
+  ) -> tuple[Float[Array, "B T D"], kv.KVCache | None]:
+    """Final normalised hidden states.
+
+    Args:
+      positions_BT: absolute positions, default 0..T-1; negative marks padding.
+      attend: an implementation of the attention seam; default dense causal.
+      cache: keys and values so far; the new tokens go to slots `cache.write` onwards.
+    """
+    if positions_BT is None:
+      positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    attend = attend or dense.DenseAttention()
+    rope = rotary.rope_at(self.config.rope, self.config.head_dim, positions_BT)
+    module = self._block
+
+    def block(params, x_BTD, layer_cache):
+      return module.apply({"params": params}, x_BTD, rope, attend, layer_cache)
+
+    layers = self.get_variable("params", "layers")
+    x_BTD, cache, _ = stack.run_layers(
+      block, layers, self.embed(tokens_BT), cache, remat=self.remat
+    )
+    gain_D = self.get_variable("params", "norm")
+    return norm.rms_norm(x_BTD, gain_D, self.config.norm_eps), cache
+
+  def head(self, rows: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    """Float32 logits of hidden rows."""
+    if not self.config.tie_embeddings:
+      return weights.matmul(rows, self.get_variable("params", "head")["kernel"]).astype(jnp.float32)
+    embed_VD = self.get_variable("params", "embed").astype(rows.dtype)
+    flat_MD = rows.reshape(-1, rows.shape[-1])
+    # Weight first: with one row the usual order is twenty times slower on a CPU.
+    logits_VM = jnp.einsum("VD,MD->VM", embed_VD, flat_MD, preferred_element_type=jnp.float32)
+    return logits_VM.T.reshape(*rows.shape[:-1], -1)
+
+  def __call__(self, tokens_BT, positions_BT=None, attend=None) -> Float[Array, "B T V"]:
+    hidden_BTD, _ = self.hidden(tokens_BT, positions_BT, attend)
+    return self.head(hidden_BTD)
+
+
+def init_cache(
+  config: CausalLMConfig, batch: int, num_slots: int, dtype, *, stacked: bool
+) -> kv.KVCache:
+  """An empty cache for `batch` rows of up to `num_slots` positions."""
+  return kv.init_cache(
+    num_layers=config.num_layers, batch=batch, num_kv_heads=config.num_kv_heads,
+    num_slots=num_slots, head_dim=config.head_dim, dtype=dtype, stacked=stacked,
+  )
+
+
+def _declare(module, name, init, shape, dtype):
+  """Linen's `param` refuses packed leaves: it is called only to initialise what is not there."""
+  if not module.has_variable("params", name):
+    module.param(name, init, shape, dtype)
+
+
+def _gain(module, name, features, dtype):
+  _declare(module, name, nn.initializers.ones, (features,), dtype)
+
+
+def _linear(module, name, features_in, features_out, use_bias, dtype):
+  def init(key, shape, dtype):
+    kernel = nn.initializers.normal(0.02)(key, shape, dtype)
+    return {"kernel": kernel} | ({"bias": jnp.zeros(shape[1:], dtype)} if use_bias else {})
+
+  _declare(module, name, init, (features_in, features_out), dtype)

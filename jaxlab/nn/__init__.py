@@ -1,0 +1,1 @@
+"""Linen building blocks and the weight seam; knows nothing of models, quantisers or training."""

@@ -1,0 +1,282 @@
+"""The weight seam: what a kernel may be, and how it multiplies.
+
+A kernel leaf is a dense `jax.Array [*stack, in, out]` or one of the registered pytrees below; they
+nest (`LoRA` over `FP4Array` is QeRL). Models call `matmul` and never ask what a leaf is; quantisers,
+adapters, optimisers and checkpoints see an ordinary pytree. Packed codes keep the row-major
+`[*stack, out, in/2]` order of the checkpoints, so that no second layout ever exists.
+
+Dims: M flattened rows, I in, O out, R rank; `*stack` is `[L]` for stacked layers or empty.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+from jaxlab.nn import pytree
+from pallas_kernels.fp4_gemm import api as fp4_gemm
+from pallas_kernels.fp4_gemm import codec
+
+PyTree = Any
+
+
+@pytree.pytree(static=("format", "activations", "rotation", "scale_is_divisor"))
+class FP4Array:
+  """A kernel in NVFP4 or MXFP4.
+
+  Invariants: `codes.shape[-1] * 2 == scale.shape[-1] * block`, block 16 (`nvfp4`, e4m3 scale) or 32
+  (`mxfp4`, E8M0 exponent byte); element = e2m1(code) * scale * s, where s is `tensor_scale`, or its
+  reciprocal when `scale_is_divisor` (scales are kept as read from the checkpoint).
+  """
+
+  codes: UInt8[Array, "*stack O I_half"]
+  scale: Array  # float8_e4m3fn [*stack, O, I/16] or uint8 [*stack, O, I/32]
+  tensor_scale: Float32[Array, "*stack"]
+  act_scale: Float32[Array, "*stack"] | None = None
+  format: str = "nvfp4"
+  activations: str = "none"  # "fp4" fake-quantises the other operand (W4A4)
+  rotation: int = 0  # block-Hadamard size applied to the activations; 0 for none
+  scale_is_divisor: bool = True
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the dense kernel, [*stack, in, out]."""
+    *stack, o, half = self.codes.shape
+    return (*stack, 2 * half, o)
+
+  @property
+  def multiplier(self) -> Float32[Array, "*stack"]:
+    return 1.0 / self.tensor_scale if self.scale_is_divisor else self.tensor_scale
+
+
+@pytree.pytree()
+class NF4Array:
+  """A kernel in NF4, blocks of 64 along in, block maxima stored as 8-bit affine (QLoRA's double
+  quantisation): element = NF4[code] * (scale * scale_step + scale_min)."""
+
+  codes: UInt8[Array, "*stack O I_half"]
+  scale: UInt8[Array, "*stack O I_block"]
+  scale_step: Float32[Array, "*stack"]
+  scale_min: Float32[Array, "*stack"]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    *stack, o, half = self.codes.shape
+    return (*stack, 2 * half, o)
+
+
+@pytree.pytree(static=("scale",))
+class LoRA:
+  """A low-rank adapter over any kernel: x @ base + scale * (x @ a) @ b (arXiv 2106.09685 eq. 3).
+
+  `a` and `b` are float32 masters, cast to x's dtype in the product; `scale` = alpha / rank is static,
+  because a traced scalar has no layer axis to scan over.
+  """
+
+  base: Any
+  a: Float[Array, "*stack I R"]
+  b: Float[Array, "*stack R O"]
+  scale: float = 1.0
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.base.shape
+
+
+@pytree.pytree()
+class LowRank:
+  """A kernel factored as down @ up; its product stays factored for an attention that can use it."""
+
+  down: Float[Array, "*stack I R"]
+  up: Float[Array, "*stack R O"]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (*self.down.shape[:-1], self.up.shape[-1])
+
+
+@pytree.pytree()
+class Factored:
+  """The product latent @ up, not yet multiplied: what a latent cache stores is `latent`."""
+
+  latent: Float[Array, "*rows R"]
+  up: Float[Array, "R O"]
+
+  def materialize(self) -> Float[Array, "*rows O"]:
+    return self.latent @ self.up.astype(self.latent.dtype)
+
+
+@pytree.pytree()
+class At:
+  """Layer `index` of a stacked packed leaf. The kernel receives the whole stack and the index, so
+  that no layer's codes are copied out at every decoded token."""
+
+  leaf: Any
+  index: Int[Array, ""]
+
+
+PACKED = (FP4Array, NF4Array)
+LEAVES = (*PACKED, LoRA, LowRank, At)
+
+
+def is_leaf(x: Any) -> bool:
+  """True for kernel leaf types, the `is_leaf` of tree functions that treat a kernel as one thing."""
+  return isinstance(x, LEAVES)
+
+
+def is_packed(x: Any) -> bool:
+  return isinstance(x, PACKED)
+
+
+def matmul(x: Float[Array, "*rows I"], w: Any) -> Float[Array, "*rows O"]:
+  """x @ w for any kernel without a stack axis (or `At` one layer of a stack), in x's dtype.
+
+  Raises: TypeError for a type that is no kernel.
+  """
+  match w:
+    case LoRA():
+      a_IR, b_RO = w.a.astype(x.dtype), w.b.astype(x.dtype)
+      return matmul(x, w.base) + ((x @ a_IR) @ b_RO) * w.scale
+    case FP4Array():
+      return _fp4(x, w, None)
+    case At(leaf=FP4Array()):
+      return _fp4(x, w.leaf, w.index)
+    case NF4Array():
+      return x @ jnp.swapaxes(_nf4_dense(w, x.dtype), -1, -2)
+    case At(leaf=NF4Array()):
+      return matmul(x, jax.tree.map(lambda leaf: take(leaf, w.index), w.leaf))
+    case LowRank():
+      return (x @ w.down.astype(x.dtype)) @ w.up.astype(x.dtype)
+    case jax.Array():
+      return x @ w.astype(x.dtype)
+    case _:
+      raise TypeError(f"matmul: the kernel must be an array or a leaf of weights.py; got {type(w)}.")
+
+
+def matmul_many(x: Float[Array, "*rows I"], ws: Sequence[Any]) -> tuple[Float[Array, "*rows O"], ...]:
+  """`matmul` of one input with several kernels (q/k/v, gate/up).
+
+  Adapters of equal rank share one thin product x @ [a1 a2 ...], 9-12 % of the decode throughput in
+  QeRL's Table 9.
+  """
+  if not all(isinstance(w, LoRA) for w in ws):
+    return tuple(matmul(x, w) for w in ws)
+  ranks = [w.a.shape[-1] for w in ws]
+  down = x @ jnp.concatenate([w.a.astype(x.dtype) for w in ws], axis=-1)
+  splits = [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)]
+  latents = jnp.split(down, splits, axis=-1)
+  return tuple(
+    matmul(x, w.base) + (z @ w.b.astype(x.dtype)) * w.scale for w, z in zip(ws, latents, strict=True)
+  )
+
+
+def broadcast_bias(bias_O: Float[Array, "O"], y: Float[Array, "*rows O"]) -> Float[Array, "*ones O"]:
+  """The bias with y's rank and dtype (rank promotion is an error in our tests)."""
+  return bias_O.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias_O.shape)
+
+
+def _fp4(x, w: FP4Array, layer):
+  return fp4_gemm.fp4_matmul(
+    x, w.codes, w.scale, w.multiplier, layer=layer, activations=w.activations, rotation=w.rotation
+  )
+
+
+def _nf4_dense(w: NF4Array, dtype) -> Float[Array, "*stack O I"]:
+  step, low = (s[..., None, None] for s in (w.scale_step, w.scale_min))
+  return codec.nf4_decode(w.codes, w.scale.astype(jnp.float32) * step + low, dtype)
+
+
+def take(x: Array, index) -> Array:
+  """Entry `index` (may be traced) of the leading axis."""
+  return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def dense(w: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*stack I O"]:
+  """The kernel as one array [*stack, in, out]; adapters are merged onto the *decoded* base.
+
+  A rotated FP4 kernel is returned in the rotated basis undone, so that x @ dense(w) equals matmul.
+  """
+  match w:
+    case LoRA():
+      update = jnp.matmul(w.a.astype(jnp.float32), w.b.astype(jnp.float32)) * w.scale
+      return (dense(w.base, jnp.float32) + update).astype(dtype)
+    case FP4Array():
+      w_OI = codec.decode(w.codes, w.scale, w.multiplier, jnp.float32)
+      return codec.unrotate(jnp.swapaxes(w_OI, -1, -2), w.rotation).astype(dtype)
+    case NF4Array():
+      return jnp.swapaxes(_nf4_dense(w, dtype), -1, -2)
+    case LowRank():
+      return (w.down.astype(jnp.float32) @ w.up.astype(jnp.float32)).astype(dtype)
+    case _:
+      return w.astype(dtype)
+
+
+def densify(params: PyTree, dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
+  """Unpacks every FP4 and NF4 kernel, also below an adapter (which stays an adapter).
+
+  For hosts where decoding at every step costs more than the memory (a CPU: 10 to 20 times); a caller
+  does this openly, by a logged rule, never inside a step.
+  """
+
+  def unpack(w):
+    if isinstance(w, LoRA):
+      return dataclasses.replace(w, base=unpack(w.base))
+    return dense(w, dtype) if is_packed(w) else w
+
+  return jax.tree.map(unpack, params, is_leaf=is_leaf)
+
+
+def path_str(path: tuple) -> str:
+  """'layers/q/kernel/a' for a key path; the only spelling of paths in the library."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaf_paths(params: PyTree) -> dict[str, Any]:
+  """{path: kernel or array}, one entry per kernel leaf (packed leaves and adapters are one entry)."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+  return {path_str(path): leaf for path, leaf in flat}
+
+
+def map_leaves(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
+  """`fn(path, kernel)` over every kernel leaf; the way quantisers, adapters and edits walk a model."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: fn(path_str(path), leaf), params, is_leaf=is_leaf
+  )
+
+
+def partition(
+  params: PyTree, is_trainable: Callable[[str], bool]
+) -> tuple[dict[str, Array], PyTree]:
+  """Splits params by the path of each array, e.g. 'layers/q/kernel/a' or 'layers/attn_norm'.
+
+  Returns: (trainable, frozen): `trainable` is a flat {path: array}; `frozen` is params with None at
+    those places. `merge` puts them together again.
+  Raises: ValueError if nothing is trainable.
+  """
+  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+  trainable = {path_str(p): x for p, x in flat if is_trainable(path_str(p))}
+  if not trainable:
+    raise ValueError("partition: no parameter matches. Attach LoRA or choose other trainable paths.")
+  rest = [None if path_str(p) in trainable else x for p, x in flat]
+  return trainable, jax.tree.unflatten(treedef, rest)
+
+
+def merge(trainable: dict[str, Array], frozen: PyTree) -> PyTree:
+  """The inverse of `partition`; pure and free, to be called inside the jitted step."""
+  flat, treedef = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=lambda x: x is None)
+  missing = trainable.keys() - {path_str(p) for p, x in flat if x is None}
+  if missing:
+    raise ValueError(f"merge: frozen has no free place for {sorted(missing)[:3]}. Partition again.")
+  leaves = [trainable.get(path_str(p)) if x is None else x for p, x in flat]
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def map_stack(fn: Callable[[Any], Any], w: Any, stack_axes: int) -> Any:
+  """Applies a per-layer function to each entry of the stack, one at a time (bounded memory)."""
+  for _ in range(stack_axes):
+    fn = functools.partial(jax.lax.map, fn)
+  return fn(w)

@@ -1,0 +1,1 @@
+"""Objectives: `(params, batch, key) -> (Weighted, {name: Weighted})`, divided once by the loop."""

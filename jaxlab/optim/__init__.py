@@ -1,0 +1,1 @@
+"""Optimisers and learning rates: `adamw`, `schedules`. Thin over Optax."""

@@ -1,0 +1,1 @@
+"""The command line: one file a verb, `registry.py` for gin, `common.py` for what verbs share."""

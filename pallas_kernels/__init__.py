@@ -1,0 +1,1 @@
+"""Kernels of jaxlab: arrays in, arrays out. Imports nothing of jaxlab."""
