@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from jaxlab.data import assets
+from jaxlab.decode import sampling, text
 from jaxlab.io import export as exports
 from jaxlab.io import huggingface, orbax, receipt
 from jaxlab.io import tokenizer as tokenizers
@@ -41,6 +42,23 @@ class LM:
   tokenizer: tokenizers.Tokenizer | None
   path: str
   source: huggingface.Source
+
+  def generate(
+    self,
+    prompts: Sequence[text.Prompt],
+    config: sampling.SamplingConfig = sampling.SamplingConfig(),
+    *,
+    seed: int = 0,
+    samples: int = 1,
+    on_text: Callable[[int, str], None] | None = None,
+  ) -> text.Generated:
+    """Continues texts, answers conversations; `.texts` of the result are prompt-major.
+
+    See `jaxlab.decode.text.generate_texts`. A loop of calls on a CPU is quicker with
+    `dataclasses.replace(lm, params=text.serving_params(lm.params))`.
+    """
+    key = jax.random.key(seed)
+    return text.generate_texts(self, prompts, config, key, samples=samples, on_text=on_text)
 
 
 def load(
@@ -140,4 +158,6 @@ def _choose_dtype(dtype, source: huggingface.Source, name: str):
 
 
 def _place(mesh: jax.sharding.Mesh | None):
+  if mesh is None:
+    return lambda path, x: jax.device_put(x)
   raise NotImplementedError

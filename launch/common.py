@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 
-from launch import interrupt, redaction, registry
+from launch import redaction, registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("jaxlab", "pallas_kernels", "launch"))
@@ -53,7 +53,6 @@ class Run:
     seed: the one source of randomness.
     arguments: what was given without a flag (`jaxlab doctor DIR`).
     flags: the verb's own flags, by attribute.
-    interrupt: SIGTERM and SIGINT; see interrupt.py.
   """
 
   def __init__(self, verb: str, values: flags.FlagValues, arguments: list[str]):
@@ -62,7 +61,6 @@ class Run:
     self.arguments = tuple(arguments)
     self.seed: int = values.seed
     self.workdir = pathlib.Path(values.workdir or default_workdir(verb, values.gin_file))
-    self.interrupt = interrupt.Interrupt()
     self._started = False
 
   def start(self) -> None:
@@ -118,17 +116,17 @@ def execute(main: Callable, verb_flags: flags.FlagValues, argv: list[str], argum
   set_up_logging()
   try:
     run = Run(verb, verb_flags, verb_flags_from(argv, verb_flags, arguments))
-    run.interrupt.install()
-    try:
+    with _leave_on_signals():
       _main_in_workdir(main, run, argv)
-    finally:
-      run.interrupt.restore()
   except SystemExit as leaving:
     return int(leaving.code or 0)
   except BrokenPipeError:  # `jaxlab doctor DIR | head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
   except Exception as error:
+    if isinstance(code := getattr(error, "exit_code", None), int):
+      sys.stderr.write(f"{error}\n")  # train.signals.Interrupted: all is saved
+      return code
     line = users_mistake(error)
     if line is None or os.environ.get("JAXLAB_TRACEBACK"):
       sys.stderr.write(redaction.redact(traceback.format_exc()))
@@ -137,6 +135,22 @@ def execute(main: Callable, verb_flags: flags.FlagValues, argv: list[str], argum
     sys.stderr.write(redaction.redact(f"error: {' '.join(line.split())}\n"))
     return 2
   return 0
+
+
+@contextlib.contextmanager
+def _leave_on_signals() -> Iterator[None]:
+  """SIGTERM and SIGINT end a verb with 128 + signal; a training loop takes them over (`signals`)."""
+
+  def leave(number, frame):
+    logging.info("%s: leaving.", signal.Signals(number).name)
+    sys.exit(128 + number)
+
+  before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def _main_in_workdir(main: Callable, run: Run, argv: list[str]) -> None:

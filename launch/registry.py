@@ -29,9 +29,30 @@ from launch import binding_text, explain, signatures
 # Everything that a gin file may name: public functions and classes under their real names, each
 # imported when it is first named, so that `--help` and small verbs stay quick.
 CONFIGURABLES: tuple[str, ...] = (
+  "jaxlab.data.jsonl.bigmath_items",
+  "jaxlab.data.jsonl.dapo_items",
+  "jaxlab.data.jsonl.gsm8k_items",
+  "jaxlab.data.jsonl.miromind_items",
+  "jaxlab.data.jsonl.read_items",
+  "jaxlab.data.tasks.gcd",
+  "jaxlab.data.tasks.largest_of_five",
+  "jaxlab.data.tasks.letter_count",
+  "jaxlab.data.tasks.reasoning_gym_items",
+  "jaxlab.data.tasks.two_digit_sum",
   "jaxlab.decode.sampling.SamplingConfig",
   "jaxlab.lora.LoRAConfig",
   "jaxlab.objectives.policy_gradient.PolicyGradientConfig",
+  "jaxlab.optim.config.OptimizerConfig",
+  "jaxlab.quant.model.quantize",
+  "jaxlab.rl.config.AQNConfig",
+  "jaxlab.rl.config.RLConfig",
+  "jaxlab.rl.config.RLData",
+  "jaxlab.rl.rewards.dapo.dapo",
+  "jaxlab.rl.rewards.gsm8k.gsm8k_hash",
+  "jaxlab.rl.rewards.gsm8k.gsm8k_tags",
+  "jaxlab.rl.rewards.math.bigmath",
+  "jaxlab.rl.rewards.tasks.exact_match",
+  "jaxlab.rl.rewards.tasks.reasoning_gym_score",
 )
 
 CONSTANT = "gin.constant"  # its only use here: %gin.REQUIRED

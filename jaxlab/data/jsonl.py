@@ -65,16 +65,16 @@ def dapo_template(prompt: Any, target: str) -> tuple[Messages, str]:
   return _messages(prompt), target.strip()
 
 
-def gsm8k(path: str, style: str = "tags", split: str = "train") -> list[records.Item]:
+def gsm8k_items(path: str, style: str = "tags", split: str = "train") -> list[records.Item]:
   """`openai/gsm8k` (question, answer); style "tags" or "hash", as the reward that goes with it."""
   templates = {"tags": gsm8k_tags_template, "hash": gsm8k_hash_template}
   if style not in templates:
-    raise ValueError(f"gsm8k: style must be tags or hash; got {style!r}.")
+    raise ValueError(f"gsm8k_items: style must be tags or hash; got {style!r}.")
   fields = {"prompt": "question", "target": "answer"}
   return read_items(path, fields, task="gsm8k", split=split, template=templates[style])
 
 
-def bigmath(path: str, split: str = "train") -> list[records.Item]:
+def bigmath_items(path: str, split: str = "train") -> list[records.Item]:
   """`open-r1/Big-Math-RL-Verified-Processed` (prompt, solution) up to 1,024 characters."""
   return read_items(
     path,
@@ -86,13 +86,13 @@ def bigmath(path: str, split: str = "train") -> list[records.Item]:
   )
 
 
-def dapo(path: str, split: str = "train") -> list[records.Item]:
+def dapo_items(path: str, split: str = "train") -> list[records.Item]:
   """`open-r1/DAPO-Math-17k-Processed` (source_prompt messages, solution)."""
   fields = {"prompt": "source_prompt", "target": "solution"}
   return read_items(path, fields, task="dapo", split=split, template=dapo_template)
 
 
-def miromind(path: str, split: str = "train") -> list[records.Item]:
+def miromind_items(path: str, split: str = "train") -> list[records.Item]:
   """`miromind-ai/MiroMind-M1-RL-62K` (problem, clean_answer) with the prompt of DAPO."""
   fields = {"prompt": "problem", "target": "clean_answer"}
   return read_items(path, fields, task="miromind", split=split, template=dapo_template)

@@ -28,12 +28,13 @@ PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3276
 CHUNK_TOKENS = 128  # tokens between two looks of the host
 
 
-@pytree.pytree()
+@pytree.pytree(static=("relative",))
 class Noise:
   """Adaptive quantisation noise of one rollout; regenerated from the key in every program."""
 
   sigma: Float32[Array, ""]
   key: Key[Array, ""]
+  relative: bool = False  # in units of the gain itself
 
 
 @pytree.pytree()
@@ -305,7 +306,9 @@ def take_rows(state: DecodeState, keep_M: Int[Array, "M"]) -> DecodeState:
 
 
 def _noisy(params, noise: Noise | None):
-  return params if noise is None else aqn.perturb(params, noise.sigma, noise.key)
+  return params if noise is None else aqn.perturb(
+    params, noise.sigma, noise.key, relative=noise.relative
+  )
 
 
 def _to_host(state: DecodeState) -> Completions:

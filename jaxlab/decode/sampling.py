@@ -35,6 +35,7 @@ class SamplingConfig:
       "top_p": 0 < self.top_p <= 1,
       "min_p": 0 <= self.min_p < 1,
       "repetition_penalty": self.repetition_penalty > 0,
+      "stop_strings": all(self.stop_strings),  # an empty one would be found everywhere
     }
     for field, ok in rules.items():
       if not ok:

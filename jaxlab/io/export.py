@@ -120,7 +120,8 @@ def _dense_spec(
 ) -> st.TensorSpec:
   def make() -> np.ndarray:
     value = np.asarray(take())
-    stored = (value.T if transposed else value).astype(dtype)
+    with np.errstate(over="ignore"):  # reported below, by name
+      stored = (value.T if transposed else value).astype(dtype)
     if dtype == np.float16 and np.isinf(stored).any() and not np.isinf(value).any():
       raise ValueError(
         f"save: {name} reaches {np.abs(value).max():g}, beyond float16. Write bfloat16 or float32."
@@ -157,12 +158,8 @@ def _export_config(
   if not packed:
     config.pop("quantization_config", None)
   elif not (same and "quantization_config" in config):
-    linears = {names.HUGGING_FACE[f"layers/{linear}/kernel"] for linear in names.LINEARS}
-    depth = config["num_hidden_layers"]
-    all_linears = [
-      n.format(i).removesuffix(".weight") for i in range(depth) for n in sorted(linears)
-    ]
-    ignore = [n for n in ["lm_head", *all_linears] if n not in packed]
+    dense = [n.removesuffix(".weight") for n in tensors if names.is_linear(n)]
+    ignore = sorted({"lm_head", *dense} - packed)
     config["quantization_config"] = fp4_checkpoints.quantization_config(ignore)
   if dtype is not None:
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -173,7 +173,7 @@ def _expected_names(shapes: assemble.Shapes, packed: list[str], num_layers: int)
 
 
 def _load_fp4(folder: st.SafetensorsFolder, path: str, shape: tuple[int, ...]) -> weights.FP4Array:
-  """One kernel as host arrays, stacked where `path` is."""
+  """One kernel, stacked where `path` is, on the default device."""
   *axes, features_in, features_out = shape
   codes = assemble.aligned_empty((*axes, features_out, features_in // 2), np.uint8)
   scale = assemble.aligned_empty(
@@ -190,7 +190,8 @@ def _load_fp4(folder: st.SafetensorsFolder, path: str, shape: tuple[int, ...]) -
     codes[index], scale[index], divisor[index] = leaf.codes, leaf.scale, leaf.tensor_scale
     for tensor in tensors.values():
       assemble.release(tensor)
-  return weights.FP4Array(codes, scale, divisor, format="nvfp4", scale_is_divisor=True)
+  parts = map(jax.device_put, (codes, scale, divisor))
+  return weights.FP4Array(*parts, format="nvfp4", scale_is_divisor=True)
 
 
 def save_pretrained(

@@ -9,11 +9,14 @@ A step holds two items: `state`, a flat {path: array}, and `meta`, sealed JSON. 
 """
 
 import contextlib
+import gc
 import logging as std_logging
 import os
 import pathlib
 import re
 import shutil
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +35,6 @@ PyTree = Any
 FORMAT = 1  # of our meta item; raised when a reader of the old one would misread the new one
 REFUSED_DTYPES = ("uint4", "int2", "uint2")  # Orbax cannot write them
 NOT_DAMAGE = (MemoryError, PermissionError)  # the file is well, this process is not
-KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 class Restored(NamedTuple):
@@ -153,8 +155,7 @@ class CheckpointStore:
     """
     found = self.steps()
     for step in reversed(found):
-      with _quiet():
-        restored, reason = _attempt(lambda step=step: self._restore(step, target, check))
+      restored, reason = _attempt(lambda step=step: self._restore(step, target, check))
       if not _any_process(reason is not None):
         return restored
       self._set_aside(step, reason or "another process could not read it")
@@ -247,8 +248,7 @@ def load_params(
       arrays = _read_arrays(manager, step, meta, places)
       return seal.rebuild(meta["nodes"], arrays), meta["user"]
 
-    with _quiet():
-      result, reason = _attempt(read)
+    result, reason = _attempt(read)
   if reason is not None:
     raise errors.CorruptFile(root / str(step), "checkpoint", reason)
   return result
@@ -310,7 +310,7 @@ def _read_arrays(
 ) -> dict[str, jax.Array]:
   """All arrays of a step, checked against their digests."""
   target = {
-    path: jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=places[path])
+    path: jax.ShapeDtypeStruct(shape, seal.dtype_of(dtype), sharding=places[path])
     for path, (_, dtype, shape) in meta["leaves"].items()
   }
   items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
@@ -320,12 +320,6 @@ def _read_arrays(
   if wrong:
     raise RuntimeError(f"{len(wrong)} arrays differ from their digests, first {wrong[0]}")
   return arrays
-
-
-def _dtype(name: str) -> Any:
-  if name.startswith("key<"):
-    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_IMPLS[name])).dtype
-  return jax.numpy.dtype(name)
 
 
 def _sharding(like: Any) -> jax.sharding.Sharding:
@@ -343,15 +337,33 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, str | None]:
   Anything may come out of a reader of damaged files, so everything is caught but what is known to
   be something else.
   """
-  try:
-    return read(), None
-  except (_Mistake, *NOT_DAMAGE):
-    raise
-  except Exception as error:
-    first_line = (str(error).splitlines() or [""])[0]
-    if "RESOURCE_EXHAUSTED" in first_line:  # out of device memory
+  with _quiet():
+    try:
+      return read(), None
+    except (_Mistake, *NOT_DAMAGE):
       raise
-    return None, f"{type(error).__name__}: {first_line[:200]}"
+    except Exception as error:
+      first_line = (str(error).splitlines() or [""])[0]
+      if "RESOURCE_EXHAUSTED" in first_line:  # out of device memory
+        raise
+      reason = f"{type(error).__name__}: {first_line[:200]}"
+    # Half-read arrays are coroutines that complain when they end or are collected: here, unheard.
+    time.sleep(0.05)
+    gc.collect()
+  return None, reason
+
+
+@contextlib.contextmanager
+def _quiet():
+  asyncio_log = std_logging.getLogger("asyncio")
+  hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+  asyncio_log.disabled = True
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      yield
+  finally:
+    sys.unraisablehook, asyncio_log.disabled = hook, False
 
 
 def _any_process(flag: bool) -> bool:
@@ -367,7 +379,7 @@ def _disk_errors(step: int):
   try:
     yield
   except (OSError, ValueError) as error:
-    found = re.search(r"\[?OS error[^\]:]*: ([^\]]*)", str(error))
+    found = re.search(r": ([^:\[]+) \[os_error_code", str(error))  # of TensorStore
     reason = found[1] if found else (str(error).splitlines() or [type(error).__name__])[0][:300]
     raise ValueError(
       f"CheckpointStore.save: step {step} could not be written; got {reason.strip()}. Free disk "
@@ -388,10 +400,3 @@ _FILTER = _NotOrbax()
 def _silence_orbax() -> None:
   """A damaged step prints thousands of lines, a healthy save a dozen."""
   logging.get_absl_logger().addFilter(_FILTER)  # adding it again changes nothing
-
-
-@contextlib.contextmanager
-def _quiet():
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    yield

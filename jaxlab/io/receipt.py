@@ -18,6 +18,7 @@ import numpy as np
 from jaxlab.io import huggingface
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.models import zoo
+from jaxlab.nn import weights
 
 RECEIPT, VERIFY = "receipt.json", "verify.py"
 NEW_TOKENS = 8  # enough to leave the prompt behind; full forward passes, so not many
@@ -32,8 +33,7 @@ PROMPTS = (
   "Dear Sir or Madam,\n\nI am writing to",
   "La vie est",
 )
-# Logits of one position, float32 on both sides; the packed formats are decoded differently there.
-TOLERANCE = 2e-3
+TOLERANCE = 2e-3  # of a logit; both sides add float32 numbers, in different orders
 
 VERIFIER = '''"""Does this copy of the model answer as when it was exported? Needs transformers."""
 import hashlib, json, pathlib, sys
@@ -49,7 +49,9 @@ for name, digest in receipt["sha256"].items():
     same = hashlib.file_digest(file, "sha256").hexdigest() == digest
   failed += not same
   print(f"{name}: {'same bytes' if same else 'OTHER BYTES'}")
-model = transformers.AutoModelForCausalLM.from_pretrained(here, dtype=torch.float32).eval()
+model = transformers.AutoModelForCausalLM.from_pretrained(here, dtype="auto").eval()
+model(torch.tensor([[0]]))  # packed weights are decoded at the first call
+torch.nn.Module.float(model)  # exact: the receipt is float32 arithmetic on the stored numbers
 for row in receipt["prompts"]:
   ids = torch.tensor([row["ids"] + row["greedy"]])
   with torch.no_grad():
@@ -76,7 +78,7 @@ def write_receipt(
   """
   config = huggingface.load_config(folder)
   module = zoo.from_config(config)
-  params = huggingface.load_params(folder, module, jnp.float32)
+  params = weights.map_leaves(_as_served, huggingface.load_params(folder, module, jnp.float32))
   rows = prompt_rows(huggingface.load_tokenizer(folder), prompts, module.config.vocab_size)
   continued = greedy(module, params, [row["ids"] for row in rows], new_tokens)
   for row, (tokens, logits_V) in zip(rows, continued, strict=True):
@@ -90,11 +92,17 @@ def write_receipt(
     "prompts": rows,
     "sha256": {p.name: _sha256(p) for p in sorted(folder.glob("*.safetensors"))},
     "tolerance": TOLERANCE,
-    "numerics": "float32 arithmetic on the weights as written",
+    "numerics": "float32 arithmetic on the weights as written (packed ones decoded to bfloat16)",
   }
   (folder / RECEIPT).write_text(json.dumps(receipt, indent=1, ensure_ascii=False) + "\n", "utf-8")
   (folder / VERIFY).write_text(VERIFIER, "utf-8")
   return receipt
+
+
+def _as_served(path: str, w: Any) -> Any:
+  """Packed kernels rounded to bfloat16 once decoded, as compressed-tensors leaves them."""
+  del path
+  return weights.dense(w, jnp.bfloat16).astype(jnp.float32) if weights.is_packed(w) else w
 
 
 def prompt_rows(

@@ -24,6 +24,7 @@ PyTree = Any
 
 FOUR_BIT = (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4), jnp.dtype(jnp.float4_e2m1fn))
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 OWN_PACKAGE = "jaxlab."  # classes named by a file are looked up in our own modules only
 
 
@@ -86,6 +87,13 @@ def inspect(arrays: dict[str, jax.Array]) -> tuple[dict[str, list], list[str]]:
 def array_type(x) -> list:
   """[dtype, shape] of an array or a `ShapeDtypeStruct`, as JSON values."""
   return [str(x.dtype), list(x.shape)]
+
+
+def dtype_of(name: str) -> Any:
+  """The dtype that `array_type` wrote down, those of typed keys included."""
+  if name in KEY_IMPLS:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_IMPLS[name])).dtype
+  return jnp.dtype(name)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:

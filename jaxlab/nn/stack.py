@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxlab.nn import weights
 
@@ -94,6 +95,18 @@ def unstack(params: PyTree) -> PyTree:
     return params
   depth = num_layers(layers)
   return params | {"layers": [jax.tree.map(lambda x: x[i], layers) for i in range(depth)]}
+
+
+def unstack_paths(arrays: dict[str, Array]) -> dict[str, Array]:
+  """A flat {path: array} of a stacked model (see `weights.partition`) for the unstacked one."""
+  out = {}
+  for path, x in arrays.items():
+    if not stack_axes(path):
+      out[path] = x
+      continue
+    rest = path.removeprefix("layers/")
+    out |= {f"layers/{i}/{rest}": x[i] for i in range(x.shape[0])}
+  return out
 
 
 def restack(params: PyTree) -> PyTree:

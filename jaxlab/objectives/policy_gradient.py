@@ -8,13 +8,13 @@ log pi_old, A the advantage, m the completion mask and w a stop-gradient weight 
 
 whose parts are the functions of `policy_gradient_core.py`.
 
-The model runs outside: the caller turns `PolicyBatch.tokens_BS` into hidden states, then
-`completion_logprobs` -> `policy_gradient_loss`. Only rows that predict a completion token meet the
-head, in rematerialised chunks, so `[B, T, V]` logits never exist.
+The model runs outside (`jaxlab.rl.batch`): hidden states -> `chunked_logprobs` ->
+`policy_gradient_loss`. Only rows that predict a completion token meet the head, in rematerialised
+chunks, so `[B, T, V]` logits never exist.
 
 Sources: GRPO arXiv 2402.03300, DAPO arXiv 2503.14476, Dr. GRPO arXiv 2503.20783, GSPO arXiv
 2507.18071; conventions of huggingface/trl f2cd577 [TRL] and volcengine/verl b178a3c [VERL].
-Dims: B sequences, S slots of prompt + completion, T completion tokens, D width, V vocabulary.
+Dims: B sequences, T completion tokens, D width, V vocabulary.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlab.nn import pytree
 from jaxlab.objectives import policy_gradient_core as core
 from jaxlab.objectives.weighted import Weighted
 
@@ -92,57 +93,21 @@ class PolicyGradientConfig:
     self._require(field, getattr(self, field) in choices, f"one of {', '.join(choices)}")
 
 
-@dataclasses.dataclass(frozen=True)
+@pytree.pytree()
 class PolicyBatch:
-  """One micro-batch of sampled sequences; every leaf has the leading axis B, so it splits anywhere.
+  """What the loss needs beside log pi_theta, one row a sampled sequence.
 
-  Invariants: the completion sits right after its prompt, token t of row b at slot start_B[b] + t;
-  start_B >= 1 (the first token is predicted by the last prompt token). mask_BT is true for the
-  tokens that count, EOS included, decided by length and never by comparing with the pad id.
-  valid_B is false for rows that only fill the batch: they count in no denominator. A real row
-  whose mask is empty (truncated) does count in the per-sequence variants.
+  mask_BT is true for the tokens that count, EOS included, decided by length and never by comparing
+  with the pad id. valid_B is false for rows that only fill the batch: they count in no denominator.
+  A real row whose mask is empty (truncated) does count in the per-sequence variants.
   """
 
-  tokens_BS: Int[Array, "B S"]
-  positions_BS: Int[Array, "B S"]
-  start_B: Int[Array, "B"]
   mask_BT: Bool[Array, "B T"]
   advantage_B: Float[Array, "B"]
   logp_old_BT: Float[Array, "B T"] | None = None  # trainer before the update; None: pi_theta itself
   logp_rollout_BT: Float[Array, "B T"] | None = None  # as sampled (mu)
   logp_ref_BT: Float[Array, "B T"] | None = None  # adapters and norms off
   valid_B: Bool[Array, "B"] | None = None  # None: every row is real
-
-
-def _register(cls):
-  """As `jax.tree_util.register_dataclass`, but rebuilding skips `__init__`: under the test suite's
-  annotation checks a tree of shapes, shardings or axis numbers could not be built otherwise."""
-  names = tuple(f.name for f in dataclasses.fields(cls))
-
-  def flatten_with_keys(x):
-    return tuple((jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in names), None
-
-  def unflatten(_, children):
-    x = object.__new__(cls)
-    x.__dict__.update(zip(names, children, strict=True))
-    return x
-
-  jax.tree_util.register_pytree_with_keys(
-    cls, flatten_with_keys, unflatten, lambda x: (tuple(getattr(x, n) for n in names), None)
-  )
-
-
-_register(PolicyBatch)
-
-
-def completion_rows(x: Array, start_B: Int[Array, "B"], length: int, *, shift: int = 0) -> Array:
-  """x[b, start_B[b] + shift + t] for t < length: [B, S, ...] -> [B, length, ...].
-
-  Slots past the end repeat the last one: they lie outside every mask.
-  """
-  index_BT = start_B[:, None] + shift + jnp.arange(length)[None, :]
-  index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
-  return jnp.take_along_axis(x, index_BT.reshape(index_BT.shape + (1,) * (x.ndim - 2)), axis=1)
 
 
 def chunked_logprobs(
@@ -189,23 +154,6 @@ def chunked_logprobs(
   out = jax.lax.map(one_chunk, xs)
   logp_BT, entropy_BT = (y.swapaxes(0, 1).reshape(batch, -1)[:, :length] for y in out)
   return logp_BT, entropy_BT
-
-
-def completion_logprobs(
-  hidden_BSD: Float[Array, "B S D"],
-  head_fn: Callable[[Float[Array, "B t D"]], Float[Array, "B t V"]],
-  batch: PolicyBatch,
-  config: PolicyGradientConfig,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """(logp_BT, entropy_BT) of the completion tokens; prompt rows never reach the head."""
-  length = batch.mask_BT.shape[1]
-  return chunked_logprobs(
-    head_fn,
-    completion_rows(hidden_BSD, batch.start_B, length, shift=-1),
-    completion_rows(batch.tokens_BS, batch.start_B, length),
-    temperature=config.temperature,
-    chunk_tokens=config.chunk_tokens,
-  )
 
 
 def policy_gradient_loss(

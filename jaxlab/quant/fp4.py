@@ -34,7 +34,7 @@ def quantize(
 ) -> weights.FP4Array:
   """A dense kernel in FP4, rounded to nearest; each matrix of the stack has its own tensor scale.
 
-  Values below about 1e-7 of the matrix' largest (NVFP4) or 2^-128 (MXFP4) become zero.
+  Values below about 2e-7 of the matrix' largest (NVFP4) or 2^-128 (MXFP4) become zero.
 
   Args:
     rule: mxfp4 only: "even", "floor", "ceil" or "fp43".

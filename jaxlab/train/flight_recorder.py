@@ -81,7 +81,7 @@ def replay(
   train_step: Any,
   frozen: PyTree,
   optimizer: optax.GradientTransformation,
-) -> tuple[train_state.TrainState, dict[str, float]]:
+) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Runs the recorded step again.
 
   Loss, gradient norm and the objective's metrics are those of the recorded step. The optimiser

@@ -26,7 +26,7 @@ def metaspace():
 
 
 def test_ids_and_text_are_those_of_the_tokenizers_package(tmp_path):
-  backend = small.small_bpe()
+  backend = small.bpe()
   ours = tokenizer.Tokenizer.from_folder(
     small.write_folder(tmp_path, backend, tokenizer_config=small.CONFIG)
   )
@@ -45,7 +45,7 @@ def test_a_folder_without_tokenizer_loads(tmp_path):
 
 
 def test_a_saved_truncation_or_padding_is_not_applied(tmp_path):
-  backend = small.small_bpe()
+  backend = small.bpe()
   backend.enable_truncation(2)
   backend.enable_padding(length=50)
   ours = tokenizer.Tokenizer.from_folder(small.write_folder(tmp_path, backend))
@@ -93,7 +93,7 @@ def test_a_legacy_template_file(tmp_path):
 
 
 def test_tokens_that_only_the_config_knows(tmp_path):
-  size = small.small_bpe().get_vocab_size()
+  size = small.bpe().get_vocab_size()
   config = {
     "added_tokens_decoder": {
       str(size + 1): {"content": "<b>", "special": False},
@@ -111,7 +111,7 @@ def test_tokens_that_only_the_config_knows(tmp_path):
 
 
 def test_special_tokens_in_a_text_can_be_only_text(tmp_path):
-  backend = small.small_bpe(normalizer=normalizers.NFC())
+  backend = small.bpe(normalizer=normalizers.NFC())
   backend.add_tokens([tokenizers.AddedToken("<think>", special=False)])
   backend.add_special_tokens(["<|end|>"])
   ours = tokenizer.Tokenizer.from_folder(small.write_folder(tmp_path, backend))
@@ -218,7 +218,7 @@ def test_a_damaged_folder_is_refused(tmp_path, files):
 
 
 def test_1000_mutations_are_read_or_refused(tmp_path, capfd):
-  raw, rng, accepted = small.small_bpe().to_str().encode(), random.Random(0), 0
+  raw, rng, accepted = small.bpe().to_str().encode(), random.Random(0), 0
   for _ in range(1000):
     mutant = bytearray(raw)
     at = rng.randrange(len(mutant))
@@ -244,7 +244,7 @@ def test_1000_mutations_are_read_or_refused(tmp_path, capfd):
 
 
 def test_parts_that_make_the_package_panic_are_refused(tmp_path, capfd):
-  broken = json.loads(small.small_bpe().to_str())
+  broken = json.loads(small.bpe().to_str())
   broken["post_processor"]["special_tokens"] = {}
   small.write_folder(tmp_path, tokenizer=json.dumps(broken))
   with pytest.raises(errors.CorruptFile, match="tokenizer.json"):
@@ -277,7 +277,7 @@ def test_a_folder_that_transformers_wrote(tmp_path):
   import transformers
 
   theirs = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=small.small_bpe(), bos_token="<s>", eos_token="</s>", pad_token="[NEW]"
+    tokenizer_object=small.bpe(), bos_token="<s>", eos_token="</s>", pad_token="[NEW]"
   )
   theirs.chat_template = small.CHAT
   theirs.add_tokens(["<tool>"])

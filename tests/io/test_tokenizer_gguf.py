@@ -40,7 +40,7 @@ OWN = {
 
 @pytest.mark.parametrize("pre", OWN)
 def test_a_named_pre_tokenizer_is_that_of_the_model(tmp_path, pre):
-  backend = small.small_bpe(OWN[pre], normalizers.NFC() if pre == "qwen2" else None)
+  backend = small.bpe(OWN[pre], normalizers.NFC() if pre == "qwen2" else None)
   file = small.gguf_file(tmp_path, small.as_metadata(backend, pre=pre))
   ours = tokenizer.Tokenizer.from_gguf(file)
   rng = random.Random(0)
@@ -53,14 +53,14 @@ def test_a_named_pre_tokenizer_is_that_of_the_model(tmp_path, pre):
 def test_the_default_pre_tokenizer_is_that_of_llama_cpp(tmp_path):
   # Worked from llama.cpp's four regexes: punctuation apart, then words, then digits by threes.
   ours = tokenizer.Tokenizer.from_gguf(
-    small.gguf_file(tmp_path, small.as_metadata(small.small_bpe(), pre=None))
+    small.gguf_file(tmp_path, small.as_metadata(small.bpe(), pre=None))
   )
   pieces = [p for p, _ in ours.backend.pre_tokenizer.pre_tokenize_str("it's a 1234567x, ok")]
   assert pieces == ["it", "'", "s", "Ġa", "Ġ", "123", "456", "7", "x", ",", "Ġok"]
 
 
 def test_roles_types_and_ends(tmp_path):
-  backend = small.small_bpe()
+  backend = small.bpe()
   metadata = small.as_metadata(backend)
   tokens = metadata["tokenizer.ggml.tokens"]
   kinds = metadata["tokenizer.ggml.token_type"]
@@ -85,7 +85,7 @@ def test_roles_types_and_ends(tmp_path):
   ],
 )
 def test_bos_is_added_as_the_file_says(tmp_path, changes, want):
-  backend = small.small_bpe()
+  backend = small.bpe()
   ours = tokenizer.Tokenizer.from_gguf(
     small.gguf_file(tmp_path, small.as_metadata(backend, **changes))
   )
@@ -112,7 +112,7 @@ def test_bos_is_added_as_the_file_says(tmp_path, changes, want):
 def test_metadata_that_contradict_themselves(tmp_path, changes, kind, match):
   with pytest.raises(kind, match=match):
     tokenizer.Tokenizer.from_gguf(
-      small.gguf_file(tmp_path, small.as_metadata(small.small_bpe(), **changes))
+      small.gguf_file(tmp_path, small.as_metadata(small.bpe(), **changes))
     )
 
 
@@ -143,9 +143,7 @@ def test_smollm2(smollm2):
 
 
 def test_saved_from_gguf(tmp_path):
-  first = tokenizer.Tokenizer.from_gguf(
-    small.gguf_file(tmp_path, small.as_metadata(small.small_bpe()))
-  )
+  first = tokenizer.Tokenizer.from_gguf(small.gguf_file(tmp_path, small.as_metadata(small.bpe())))
   first.save(tmp_path / "b")
   small.assert_equal_tokenizers(first, tokenizer.Tokenizer.from_folder(tmp_path / "b"))
   assert not (tmp_path / "b/generation_config.json").exists()  # eos is the eos token
@@ -156,7 +154,7 @@ def test_saved_from_gguf(tmp_path):
 
 @pytest.mark.parity
 def test_transformers_reads_what_we_save_from_gguf(tmp_path):
-  backend = small.small_bpe(OWN["smollm"])
+  backend = small.bpe(OWN["smollm"])
   ours = tokenizer.Tokenizer.from_gguf(
     small.gguf_file(tmp_path, small.as_metadata(backend, pre="smollm", add_bos_token=True))
   )

@@ -15,7 +15,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
-def small_bpe(pre_tokenizer=None, normalizer=None):
+def bpe(pre_tokenizer=None, normalizer=None):
   """A trained byte-level BPE of 400 tokens with SPECIAL as ids 0 to 2."""
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +34,7 @@ def small_bpe(pre_tokenizer=None, normalizer=None):
 
 def write_folder(folder, backend=None, **files):
   folder.mkdir(exist_ok=True)
-  (folder / "tokenizer.json").write_text((backend or small_bpe()).to_str())
+  (folder / "tokenizer.json").write_text((backend or bpe()).to_str())
   for name, value in files.items():
     path = folder / (name + (".jinja" if name == "chat_template" else ".json"))
     path.write_text(value if isinstance(value, str) else json.dumps(value))

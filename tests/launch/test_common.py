@@ -14,6 +14,7 @@ from absl import flags
 
 import launch
 from launch import __main__ as jaxlab_command
+from jaxlab.train import signals
 from launch import common, redaction, registry
 
 CANARY = "hf_canaryCanary1234"
@@ -228,19 +229,16 @@ def test_a_signal_outside_a_loop_leaves_at_once(call, workdir, number):
   assert number.name in err and "Traceback" not in err
 
 
-def test_a_loop_finishes_its_step_and_saves(call, workdir):
-  steps = []
-
+def test_a_loop_that_was_told_to_stop_ends_with_its_code(call, workdir):
   def main(run):
-    with run.interrupt as interrupt:
-      while not interrupt.requested():
-        steps.append("begun")
-        signal.raise_signal(signal.SIGTERM)
-        steps.append("saved")
-    return {"never": "written"}
+    with signals.Interrupt() as stop:
+      signal.raise_signal(signal.SIGTERM)
+      if stop:
+        raise signals.Interrupted(stop.signum, 3, saved=True)
 
-  code, _, _ = call(main, f"--workdir={workdir}")
-  assert (code, steps) == (128 + signal.SIGTERM, ["begun", "saved"])
+  code, _, err = call(main, f"--workdir={workdir}")
+  assert code == 128 + signal.SIGTERM
+  assert "after step 3 (saved)" in err and "Traceback" not in err
   assert not (workdir / "result.json").exists()
 
 
@@ -248,29 +246,6 @@ def test_handlers_are_given_back(call, workdir):
   before = signal.getsignal(signal.SIGTERM)
   call(write_figure, f"--workdir={workdir}")
   assert signal.getsignal(signal.SIGTERM) is before
-
-
-VERB = """
-import signal
-from launch import common
-FLAGS = common.define_flags()
-def main(run):
-  with run.interrupt:
-    signal.raise_signal(signal.SIGINT)
-    print("one", flush=True)
-    signal.raise_signal(signal.SIGINT)
-    print("two", flush=True)
-common.run_verb(main, FLAGS)
-"""
-
-
-def test_a_second_signal_leaves_at_once_in_a_real_process(tmp_path):
-  (tmp_path / "toy.py").write_text(VERB)
-  environment = {**os.environ, "PYTHONPATH": str(common.ROOT)}
-  done = subprocess.run(
-    [sys.executable, "toy.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-  )
-  assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "one\n"), done.stderr
 
 
 # --- help, and `jaxlab VERB`

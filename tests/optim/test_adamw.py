@@ -51,7 +51,9 @@ def test_against_the_equations():
 
 
 def test_decay_is_by_path():
-  decays = {p: adamw.decays_by_default(p) for p in (*PATHS, "embed", "layers/q_norm", "head/kernel")}
+  decays = {
+    p: adamw.decays_by_default(p) for p in (*PATHS, "embed", "layers/q_norm", "head/kernel")
+  }
   assert [p for p, d in decays.items() if not d] == [
     "layers/q/bias", "layers/attn_norm", "norm", "layers/q_norm",
   ]  # fmt: skip
@@ -79,7 +81,11 @@ def test_stacked_layers_get_the_update_of_unstacked_ones():
 
 @pytest.mark.parametrize(
   "settings, text",
-  [({"b2": 1.0}, "b2=1.0"), ({"eps": 0.0}, "eps=0.0"), ({"clip_norm": 0.0}, "clip_norm must be > 0")],
+  [
+    ({"b2": 1.0}, "b2=1.0"),
+    ({"eps": 0.0}, "eps=0.0"),
+    ({"clip_norm": 0.0}, "clip_norm must be > 0"),
+  ],
 )
 def test_errors_name_the_values(settings, text):
   with pytest.raises(ValueError, match=text):

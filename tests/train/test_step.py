@@ -52,7 +52,9 @@ def test_every_split_gives_the_same_update(micro_batch):
 def test_a_mean_of_means_would_differ():
   """The weights of the micro-batches differ, or the test above would prove nothing."""
   batch = tiny.batch_of(0)
-  losses = [one_update(None, batch={k: v[i::6] for k, v in batch.items()})[1]["loss"] for i in range(6)]
+  losses = [
+    one_update(None, batch={k: v[i::6] for k, v in batch.items()})[1]["loss"] for i in range(6)
+  ]
   assert abs(np.mean(losses) - one_update(None)[1]["loss"]) > 1e-2
 
 

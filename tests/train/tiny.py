@@ -19,14 +19,14 @@ from jaxlab.train import fit, guard, signals, state, step
 ROWS, DIM, HIDDEN = 12, 8, 16
 OPTIMIZER = guard.guarded(optax.adamw(1e-2))
 FINGERPRINT = {"data": "tiny", "rows": ROWS}
-PRELOAD = ["jax", "optax", "orbax.checkpoint", "tensorboardX", "tests.train.tiny"]
 
 
 def init_params(seed: int = 0) -> dict[str, Any]:
-  a, b = jax.random.split(jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  up_DF, down_FD = rng.normal(size=(DIM, HIDDEN)) / 3, rng.normal(size=(HIDDEN, DIM)) / 4
   return {
-    "up": {"kernel": jax.random.normal(a, (DIM, HIDDEN)) / 3, "bias": jnp.zeros(HIDDEN)},
-    "down": {"kernel": jax.random.normal(b, (HIDDEN, DIM)) / 4},
+    "up": {"kernel": jnp.asarray(up_DF, jnp.float32), "bias": jnp.zeros(HIDDEN)},
+    "down": {"kernel": jnp.asarray(down_FD, jnp.float32)},
   }
 
 
@@ -115,3 +115,22 @@ def child(workdir: pathlib.Path, started, rounds=supervised, pause: float = 0.0,
     except signals.Interrupted as stopped:
       print(stopped, flush=True)
       raise SystemExit(stopped.exit_code) from None
+
+
+def exact(value: Any) -> Any:
+  """JSON values with every float as its bits."""
+  if isinstance(value, float):
+    return value.hex()
+  if isinstance(value, dict):
+    return {k: exact(v) for k, v in value.items()}
+  return [exact(v) for v in value] if isinstance(value, list) else value
+
+
+def same_bits(a: Any, b: Any) -> bool:
+  """Whether two pytrees of arrays have the same structure and bits."""
+
+  def data(x):
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if key else x).tobytes()
+
+  return jax.tree.all(jax.tree.map(lambda x, y: data(x) == data(y), a, b))

@@ -1,0 +1,109 @@
+"""The RL loop, assembled: quantised base + adapters + rollouts -> `train.fit`. Source: QeRL Alg. 1.
+
+`Trainer` holds what a run is made of; `run` trains (and resumes); `accuracy` scores the held-out
+items without noise. The base never changes and is never copied for the trainer.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxlab import lm as lm_lib
+from jaxlab import lora
+from jaxlab.decode import autoregressive, sampling
+from jaxlab.eval import records
+from jaxlab.nn import weights
+from jaxlab.rl import batch, rollout
+from jaxlab.rl import config as rl_config
+from jaxlab.train import fit, guard, signals, state, step
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """A run before its first step; build it with `prepare`."""
+
+  lm: lm_lib.LM  # params: base with adapters attached
+  data: rl_config.RLData
+  config: rl_config.RLConfig
+  key: jax.Array
+  state: state.TrainState
+  frozen: PyTree
+  source: rollout.RolloutSource
+  train_step: Callable[..., Any]
+
+  def run(
+    self,
+    workdir: str | os.PathLike[str],
+    *,
+    config_text: str = "",
+    on_round: Callable[[int, state.TrainState, dict[str, Any]], Mapping[str, Any] | None] | None = None,
+    stop: signals.Interrupt | None = None,
+  ) -> PyTree:
+    """Trains to the configured number of steps; returns the parameters with trained adapters."""
+    fingerprint = {
+      "items": records.content_id("items", [item.id for item in self.data.train]),
+      "base_bytes": int(sum(x.nbytes for x in jax.tree.leaves(self.frozen))),
+    }
+    final = fit.fit(
+      self.train_step, self.state, self.frozen, self.source, steps=self.config.steps, key=self.key,
+      workdir=workdir, save_every_steps=self.config.save_every, fingerprint=fingerprint,
+      config_text=config_text, on_round=on_round, stop=stop,
+    )
+    return weights.merge(final.trainable, self.frozen)
+
+
+def prepare(
+  lm: lm_lib.LM, data: rl_config.RLData, config: rl_config.RLConfig, seed: int
+) -> Trainer:
+  """Attaches adapters, splits what trains from what does not, and compiles nothing yet.
+
+  Args:
+    lm: a model whose kernels may be packed; adapters must not be there yet.
+  Raises: ValueError for a model without tokenizer, or settings that do not fit each other.
+  """
+  if lm.tokenizer is None:
+    raise ValueError(f"rl: {lm.path} has no tokenizer.json. Put the model's tokenizer beside it.")
+  if config.loss.temperature != config.sampling.temperature:
+    raise ValueError(
+      "rl: the trainer's temperature must be the rollout's; got "
+      f"{config.loss.temperature} and {config.sampling.temperature}. Set both alike."
+    )
+  key = jax.random.key(seed)
+  params = lora.attach(lm.params, config.lora, jax.random.fold_in(key, 0))
+  trainable, frozen = weights.partition(params, lora.is_trainable(config.lora))
+  module = lm.module.clone(remat=config.remat)
+  optimizer = guard.guarded(config.optimizer.build(config.updates))
+  objective = batch.make_objective(module, config.loss)
+  run_key = jax.random.fold_in(key, 1)
+  prompts = rollout.tokenize(
+    data.train, lm.tokenizer, max_tokens=config.max_prompt_tokens, system_prompt=data.system_prompt
+  )
+  source = rollout.RolloutSource(
+    sampler=make_sampler(lm, config.sampling),
+    tokenizer=lm.tokenizer,
+    prompts=prompts,
+    data=data,
+    config=config,
+    frozen=frozen,
+    reference=trainable,
+    serving=rollout.Serving(frozen),
+    key=run_key,
+  )
+  train_state = state.TrainState.create(trainable, optimizer)
+  return Trainer(
+    lm=dataclasses.replace(lm, params=params), data=data, config=config, key=run_key,
+    state=train_state, frozen=frozen, source=source,
+    train_step=step.make_train_step(objective, optimizer, micro_batch=config.micro_rows),
+  )
+
+
+def make_sampler(lm: lm_lib.LM, config: sampling.SamplingConfig) -> autoregressive.Sampler:
+  """A sampler that stops at any of the tokenizer's end ids."""
+  return autoregressive.Sampler(
+    lm.module, config, tuple(lm.tokenizer.eos_ids), lm.tokenizer.pad_id, compact=False
+  )

@@ -1,0 +1,103 @@
+"""What a person sees of an RL run: a table of answers while it runs, figures and plots after it."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.table
+
+from jaxlab.rl import rollout
+
+TABLE_EVERY = 10  # steps between two tables
+TABLE_ROWS = 4
+TAIL = 5  # steps that the last figures of a curve are averaged over
+
+
+class SampleTable:
+  """`on_round` of `fit`: keeps sampled answers in `samples.jsonl`, shows a few as a table."""
+
+  def __init__(self, workdir: pathlib.Path, groups: list[rollout.Group]):
+    self._path = workdir / "samples.jsonl"
+    self._groups = groups  # of the last rollout, filled by the source
+    self._console = rich.console.Console(stderr=True)
+
+  def __call__(self, step: int, state: Any, values: dict[str, Any]) -> None:
+    del state, values
+    if step % TABLE_EVERY and step != 1:
+      return
+    answers = [(g, i) for g in self._groups for i in range(len(g.answers))]
+    shown = [answers[int(i)] for i in np.linspace(0, len(answers) - 1, TABLE_ROWS)]
+    with self._path.open("a") as file:
+      for group, i in shown:
+        file.write(json.dumps(_row(step, group, i)) + "\n")
+    if not self._console.is_terminal:
+      return
+    table = rich.table.Table(title=f"step {step}")
+    for column in ("question", "answer", "target", "reward", "advantage"):
+      table.add_column(column, overflow="fold")
+    for group, i in shown:
+      row = _row(step, group, i)
+      table.add_row(*(str(row[c]) for c in ("question", "answer", "target", "reward", "advantage")))
+    self._console.print(table)
+
+
+def _row(step: int, group: rollout.Group, i: int) -> dict[str, Any]:
+  answer = group.answers[i]
+  item = answer.item
+  question = item.messages[-1]["content"] if item.messages else item.prompt
+  reward = None if np.isnan(answer.reward) else round(answer.reward, 3)
+  return {
+    "step": step, "question": question, "answer": answer.response.text, "target": item.target,
+    "reward": reward, "advantage": round(float(group.advantage[i]), 3),
+  }  # fmt: skip
+
+
+def speed(rows: list[dict[str, Any]]) -> dict[str, float]:
+  """Median tokens per second of rollouts and of updates (the first step of each is compilation)."""
+  rollouts = [r["rollout_tokens"] / r["rollout_seconds"] for r in rows[1:]]
+  updates = [
+    r["rollout_tokens"] / (r["seconds"] - r["rollout_seconds"]) for r in rows[1:] if "loss" in r
+  ]
+  return {
+    "rollout_tokens_per_s": float(np.median(rollouts)) if rollouts else None,
+    "train_tokens_per_s": float(np.median(updates)) if updates else None,
+  }
+
+
+def curve(rows: list[dict[str, Any]]) -> dict[str, float]:
+  """First and last values of what a run is judged by, the last ones averaged over a few steps."""
+  mean = lambda name, part: float(np.nanmean([r[name] for r in part]))
+  out = {}
+  for name in ("reward", "entropy_rollout"):
+    out |= {f"{name}_first": mean(name, rows[:1]), f"{name}_last": mean(name, rows[-TAIL:])}
+  return out
+
+
+def plot_run(rows: list[dict[str, Any]], folder: pathlib.Path) -> None:
+  """One PNG a figure: reward, entropy, noise, mismatch."""
+  import matplotlib  # slow to import, and only wanted at the end
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  folder.mkdir(parents=True, exist_ok=True)
+  figures = {
+    "reward": ("reward", "zero_variance", "truncated"),
+    "entropy": ("entropy_rollout", "entropy"),
+    "noise": ("aqn/sigma", "aqn/effective_std"),
+    "mismatch": ("mismatch/abs_dlogp", "mismatch/k3", "mismatch/capped"),
+  }
+  for name, columns in figures.items():
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for column in columns:
+      points = [(r["step"], r[column]) for r in rows if r.get(column) is not None]
+      if points:
+        axes.plot(*zip(*points), label=column)
+    axes.set_xlabel("step")
+    axes.set_title(name)
+    if axes.lines:
+      axes.legend()
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    pyplot.close(figure)

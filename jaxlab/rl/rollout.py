@@ -1,0 +1,271 @@
+"""From a policy to training batches: sample groups, score them, pack what has a gradient.
+
+Everything is a function of (settings, key, step, adapters): after a crash the same step gives the
+same rollout, so none is ever stored. Dims: P prompts, G samples of each, T answer tokens.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxlab import noise
+from jaxlab.decode import autoregressive
+from jaxlab.eval import records
+from jaxlab.nn import stack, weights
+from jaxlab.rl import advantages, batch, rewards
+from jaxlab.rl import config as rl_config
+from jaxlab.train import fit, state
+from pallas_kernels import target
+
+PyTree = Any
+SHARED_PREFIX = 32  # a common prefix below this many tokens is not worth a program of its own
+
+
+class Answer(NamedTuple):
+  """One sampled answer with its scores."""
+
+  item: records.Item
+  response: records.Response
+  parts: dict[str, float | None]  # what each reward measured
+  reward: float  # weighted sum, NaN if nothing was measured
+  logp: np.ndarray  # float32 [tokens]
+
+
+class Group(NamedTuple):
+  """The answers to one prompt and their advantages."""
+
+  prompt: list[int]
+  answers: list[Answer]
+  advantage: np.ndarray  # float32 [G]
+  has_variance: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """Tokenised items; `prefix` tokens are common to all and computed once a rollout."""
+
+  items: Sequence[records.Item]
+  ids: Sequence[list[int]]
+  prefix: int
+
+  def take(self, index: Sequence[int]) -> tuple[list[records.Item], list[list[int]]]:
+    return [self.items[i] for i in index], [self.ids[i] for i in index]
+
+
+def tokenize(items, tokenizer, *, max_tokens: int, system_prompt: str | None = None) -> Prompts:
+  """Renders every item (its own text, or the chat template) and keeps the last `max_tokens`."""
+  conversations = [_conversation(item, system_prompt) for item in items if item.prompt is None]
+  rendered = iter(tokenizer.apply_chat_templates(conversations) if conversations else [])
+  texts = [next(rendered) if item.prompt is None else item.prompt for item in items]
+  ids = [tokenizer.encode(text)[-max_tokens:] for text in texts]
+  common = autoregressive.common_prefix(ids)
+  return Prompts(items, ids, common if common >= SHARED_PREFIX else 0)
+
+
+def _conversation(item: records.Item, system_prompt: str | None) -> list[dict[str, str]]:
+  has_system = item.messages[0]["role"] == "system"
+  own = [] if system_prompt is None or has_system else [{"role": "system", "content": system_prompt}]
+  return own + list(item.messages)
+
+
+class Serving:
+  """The parameters as the sampler wants them.
+
+  On a CPU decoding packed weights at every token costs ten to twenty times a dense product, so the
+  frozen base is unpacked and unstacked once, openly; elsewhere the trainer's own arrays serve.
+  """
+
+  def __init__(self, frozen: PyTree):
+    self._unstacked = target.current_target().platform == "cpu"
+    if self._unstacked:
+      logging.info("rollouts: this is a CPU, so they use an unpacked float copy of the base.")
+      frozen = stack.unstack(weights.densify(frozen))
+    self._frozen = frozen
+
+  def params(self, trainable: dict[str, jax.Array]) -> PyTree:
+    """The policy with the given adapters and norms."""
+    return weights.merge(stack.unstack_paths(trainable) if self._unstacked else trainable, self._frozen)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSource:
+  """`rounds` of `train.fit`: `source(step, state) -> Round`."""
+
+  sampler: autoregressive.Sampler
+  tokenizer: Any
+  prompts: Prompts
+  data: rl_config.RLData
+  config: rl_config.RLConfig
+  frozen: PyTree
+  reference: dict[str, jax.Array]  # trainable arrays of the policy before training, for the KL term
+  serving: Serving
+  key: jax.Array
+  seen: list[Group] = dataclasses.field(default_factory=list)  # the last rollout, for tables
+
+  def __call__(self, step: int, train_state: state.TrainState) -> fit.Round:
+    start = time.monotonic()
+    sigma = 0.0 if self.config.aqn is None else self.config.aqn.sigma(step, self.config.steps)
+    key = jax.random.fold_in(self.key, step)
+    params = self.serving.params(train_state.trainable)
+    groups, lengths, entropy = [], [], []
+    for attempt in range(self.config.max_rollouts):
+      new, out = self._sample(params, step, attempt, key, sigma)
+      groups += new
+      lengths += [out.length_N]
+      entropy += [out.entropy_NT.sum() / out.length_N.sum()]
+      if self._enough(groups):
+        break
+    seconds = time.monotonic() - start
+    self.seen[:] = groups
+    used = self._select(groups)
+    metrics = summarize(groups, used) | {
+      "entropy_rollout": float(np.mean(entropy)),
+      "aqn/sigma": sigma,
+      "rollout_seconds": seconds,
+      "rollout_tokens": int(sum(n.sum() for n in lengths)),
+    }
+    if self.config.aqn is not None:
+      metrics["aqn/effective_std"] = self._effective_std(params, sigma, key)
+    batches = self._batches(used, train_state)
+    return fit.Round(batches, metrics, [g.answers[0].item.id for g in used])
+
+  def _effective_std(self, params: PyTree, sigma: float, key: jax.Array) -> float:
+    noisy = noise.perturb(
+      params, jnp.float32(sigma), jax.random.fold_in(key, 1), relative=self.config.aqn.relative
+    )
+    return float(noise.effective_std(params, noisy))
+
+  def _sample(self, params, step: int, attempt: int, key, sigma: float):
+    """One batch of groups; row ids and item positions of a later attempt never repeat a former's."""
+    p, g = self.config.prompts, self.config.samples
+    index = item_index(len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key)
+    items, ids = self.prompts.take(index)
+    aqn = self.config.aqn
+    drawn = None
+    if aqn is not None:
+      drawn = autoregressive.Noise(jnp.float32(sigma), jax.random.fold_in(key, 1), aqn.relative)
+    out = self.sampler(
+      params, ids, jax.random.fold_in(key, 0), samples=g, prefix=self.prompts.prefix, noise=drawn,
+      row_ids=np.arange(p * g) + attempt * p * g,
+    )
+    answers = [self._answer(items[row // g], out, row, step) for row in range(p * g)]
+    return self._group(ids, answers), out
+
+  def _answer(self, item: records.Item, out: autoregressive.Completions, row: int, step: int) -> Answer:
+    ids = out.ids(row)
+    stopped = bool(out.stopped_N[row])
+    text = self.tokenizer.decode(ids[:-1] if stopped else ids)
+    response = records.Response(
+      key=f"{item.id}#{step}.{row}", text=text, token_ids=tuple(ids),
+      finish="stop" if stopped else "length",
+    )
+    parts = rewards.score_all(self.data.rewards, item, response)
+    if self.config.overlong_buffer:
+      limit, buffer = self.config.sampling.max_new_tokens, self.config.overlong_buffer
+      parts |= rewards.overlong(item, response, max_tokens=limit, buffer_tokens=buffer)
+    reward = rewards.weighted_sum(parts, self.data.weights)
+    return Answer(item, response, parts, reward, out.logp_NT[row, : len(ids)])
+
+  def _group(self, ids, answers: list[Answer]) -> list[Group]:
+    c = self.config
+    reward_PG = np.asarray([a.reward for a in answers], np.float64).reshape(c.prompts, c.samples)
+    advantage_PG = advantages.group_advantage(reward_PG, scale=c.advantage, eps=c.advantage_eps)
+    variance_P = advantages.has_variance(reward_PG)
+    return [
+      Group(ids[p], answers[p * c.samples : (p + 1) * c.samples], advantage_PG[p], bool(variance_P[p]))
+      for p in range(c.prompts)
+    ]
+
+  def _enough(self, groups: list[Group]) -> bool:
+    return sum(g.has_variance for g in groups) >= self.config.groups
+
+  def _select(self, groups: list[Group]) -> list[Group]:
+    if self.config.drop_equal_groups:
+      groups = [g for g in groups if g.has_variance]
+    return groups[: self.config.groups]
+
+  def _batches(self, groups: list[Group], train_state: state.TrainState) -> list[batch.PackedBatch]:
+    """Minibatches of whole groups, repeated `iterations` times, with what the loss needs beside."""
+    c = self.config
+    share = -(-len(groups) // c.minibatches)
+    parts = [groups[i : i + share] for i in range(0, len(groups), share)] if groups else []
+    packed = [self._pack(part) for part in parts]
+    if c.iterations * len(packed) > 1:  # later updates see another policy than the one that sampled
+      packed = [
+        dataclasses.replace(b, logp_old_RQT=self._score(train_state.trainable, b)) for b in packed
+      ]
+    if c.loss.kl_coef:
+      packed = [dataclasses.replace(b, logp_ref_RQT=self._score(self.reference, b)) for b in packed]
+    return packed * c.iterations
+
+  def _pack(self, groups: list[Group]) -> batch.PackedBatch:
+    samples = [
+      batch.Sample(
+        group.prompt, answer.response.token_ids, answer.logp, float(advantage),
+        answer.response.finish == "stop" or not self.config.mask_truncated,
+      )
+      for group in groups
+      for answer, advantage in zip(group.answers, group.advantage, strict=True)
+    ]
+    return batch.pack(
+      samples, per_row=self.config.sequences_per_row,
+      max_answer=self.config.sampling.max_new_tokens, row_multiple=self.config.micro_rows or 1,
+    )
+
+  def _score(self, trainable, packed: batch.PackedBatch) -> jax.Array:
+    return score_step(self.sampler.module, self.config.loss, trainable, self.frozen, packed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def score_step(module, loss, trainable, frozen, packed: batch.PackedBatch) -> jax.Array:
+  """Log-probabilities of packed answers under the given trainable arrays."""
+  return batch.score(module, weights.merge(trainable, frozen), packed, loss)[0]
+
+
+def item_index(
+  num_items: int, count: int, step: int, attempt: int, attempts: int, key: jax.Array
+) -> list[int]:
+  """Which items a rollout asks: a new shuffle every epoch, position = a count, no state.
+
+  First attempts run through the data; further ones have a shuffle of their own, so that resampling
+  does not skip items.
+  """
+  seed = np.asarray(jax.random.key_data(key)).tolist()
+  lane = 0 if attempt == 0 else 1
+  at = step if attempt == 0 else step * (attempts - 1) + attempt - 1
+
+  def item(position: int) -> int:
+    epoch, offset = divmod(position, num_items)
+    return int(_shuffle(num_items, (*seed, lane, epoch))[offset])
+
+  return [item(at * count + j) for j in range(count)]
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffle(n: int, seed: tuple[int, ...]) -> np.ndarray:
+  return np.random.default_rng(seed).permutation(n)
+
+
+def summarize(groups: list[Group], used: list[Group]) -> dict[str, float]:
+  """Rewards (each part and the sum), lengths and the shares that tell whether there is a signal."""
+  answers = [a for g in groups for a in g.answers]
+  names = answers[0].parts.keys()
+  mean = lambda xs: float(np.nanmean(xs)) if np.isfinite(xs).any() else float("nan")
+  values = lambda name: np.asarray([np.nan if a.parts[name] is None else a.parts[name] for a in answers])
+  length = np.asarray([len(a.response.token_ids) for a in answers])
+  return {
+    "reward": mean(np.asarray([a.reward for a in answers])),
+    **{f"reward/{name}": mean(values(name)) for name in names},
+    "length": float(length.mean()),
+    "length_max": int(length.max()),
+    "truncated": float(np.mean([a.response.finish == "length" for a in answers])),
+    "zero_variance": 1.0 - float(np.mean([g.has_variance for g in groups])),
+    "groups_used": len(used),
+  }
