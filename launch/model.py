@@ -15,15 +15,20 @@ from pallas_kernels import target
 SECONDS_BETWEEN_LINES = 10.0
 
 
+def required(path: str | None) -> str:
+  """The value of --model. Raises: ValueError if it was not given."""
+  if not path:
+    raise ValueError("--model: must be given: a model folder, a .gguf file, or 'demo'. See --help.")
+  return path
+
+
 def load(
-  path: str | None, *, work: budget.Work, adapter: str | None = None, dtype: str | None = None
+  path: str, *, work: budget.Work, adapter: str | None = None, dtype: str | None = None
 ) -> jaxlab.LM:
   """The model of --model with the adapter of --adapter, after its memory budget was logged.
 
-  Raises: ValueError if no path was given, the model is not there, or it cannot fit.
+  Raises: ValueError if the model is not there, or cannot fit into memory.
   """
-  if not path:
-    raise ValueError("--model: must be given: a model folder, a .gguf file, or 'demo'. See --help.")
   budget.check_model(path, work)
   lm = jaxlab.load(path, dtype=dtype)
   if adapter:
@@ -57,6 +62,7 @@ def progress(unit: str) -> Callable[[int, int], None]:
     if bar.disable and (done == total or now - shown["last"] >= SECONDS_BETWEEN_LINES):
       shown["last"] = now
       rate = max(done - shown["first"], 1e-9) / max(now - shown["start"], 1e-9)
-      logging.info("%d/%d %s, %.3g a second, %.0f s left", done, total, unit, rate, (total - done) / rate)
+      left = (total - done) / rate
+      logging.info("%d/%d %s, %.3g a second, %.0f s left", done, total, unit, rate, left)
 
   return show

@@ -29,7 +29,12 @@ from launch import binding_text, explain, signatures
 # Everything that a gin file may name: public functions and classes under their real names, each
 # imported when it is first named, so that `--help` and small verbs stay quick.
 CONFIGURABLES: tuple[str, ...] = (
+  "jaxlab.bench.suites.BenchConfig",
+  "jaxlab.bench.suites.decode_rows",
+  "jaxlab.bench.suites.update_rows",
+  "jaxlab.data.addition.reversed_addition",
   "jaxlab.data.jsonl.bigmath_items",
+  "jaxlab.data.jsonl.bigmath_template",
   "jaxlab.data.jsonl.dapo_items",
   "jaxlab.data.jsonl.gsm8k_items",
   "jaxlab.data.jsonl.miromind_items",
@@ -40,10 +45,14 @@ CONFIGURABLES: tuple[str, ...] = (
   "jaxlab.data.tasks.reasoning_gym_items",
   "jaxlab.data.tasks.two_digit_sum",
   "jaxlab.decode.sampling.SamplingConfig",
+  "jaxlab.eval.accuracy.AccuracyConfig",
+  "jaxlab.eval.perplexity.PerplexityConfig",
   "jaxlab.lora.LoRAConfig",
   "jaxlab.objectives.policy_gradient.PolicyGradientConfig",
   "jaxlab.optim.config.OptimizerConfig",
   "jaxlab.quant.model.quantize",
+  "jaxlab.rl.arms.Arm",
+  "jaxlab.rl.arms.ArmsConfig",
   "jaxlab.rl.config.AQNConfig",
   "jaxlab.rl.config.RLConfig",
   "jaxlab.rl.config.RLData",
@@ -53,6 +62,7 @@ CONFIGURABLES: tuple[str, ...] = (
   "jaxlab.rl.rewards.math.bigmath",
   "jaxlab.rl.rewards.tasks.exact_match",
   "jaxlab.rl.rewards.tasks.reasoning_gym_score",
+  "jaxlab.rl.tiny.addition_model",
 )
 
 CONSTANT = "gin.constant"  # its only use here: %gin.REQUIRED

@@ -20,7 +20,7 @@ def main(run: common.Run) -> dict:
   quantize = registry.get("quantize")
   run.start()
   with signals.Interrupt() as stop:
-    lm = jaxlab.load(config.model)
+    lm = jaxlab.load(config.model_path(run.workdir))
     return experiment.run(
       lm, data, config, quantize, workdir=run.workdir, seed=run.seed,
       config_text=registry.operative_config(), stop=stop,

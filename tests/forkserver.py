@@ -6,7 +6,8 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRELOAD = [
-  "jax", "optax", "orbax.checkpoint", "tensorboardX", "tests.io.checkpoints", "tests.train.tiny",
+  "jax", "optax", "orbax.checkpoint", "tensorboardX",
+  "tests.io.checkpoints", "tests.train.two_processes",
 ]  # fmt: skip
 
 

@@ -56,11 +56,12 @@ class LayerCache:
 @pytree.pytree()
 class KVCache:
   """Keys and values of all layers: stacked arrays [L, B, K, S, H], or lists of [B, K, S, H] for a
-  model whose layers are a list. `write`: next slot, one for all rows or one a row."""
+  model whose layers are a list. `write`: next slot, one for all rows or one a row; None in a cache
+  that is put aside, to be set by `at`."""
 
   k: Any
   v: Any
-  write: Int[Array, ""] | Int[Array, "B"]
+  write: Int[Array, ""] | Int[Array, "B"] | None
 
   @property
   def num_slots(self) -> int:
@@ -78,7 +79,7 @@ class KVCache:
     k[index], v[index] = layer_cache.k, layer_cache.v
     return dataclasses.replace(self, k=k, v=v)
 
-  def at(self, write: Int[Array, ""] | Int[Array, "B"]) -> "KVCache":
+  def at(self, write: Int[Array, ""] | Int[Array, "B"] | None) -> "KVCache":
     """The same cache with another next slot."""
     return dataclasses.replace(self, write=write)
 

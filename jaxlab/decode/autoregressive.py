@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Key
+from jaxtyping import Array, Bool, Float32, Int, Key, UInt32
 
 from jaxlab import noise as aqn
 from jaxlab.attention import cache as kv
@@ -49,7 +49,7 @@ class DecodeState:
   length_N: Int[Array, "N"]  # new tokens so far, the stop token included
   prompt_length_N: Int[Array, "N"]
   done_N: Bool[Array, "N"]
-  row_id_N: Int[Array, "N"]
+  row_id_N: UInt32[Array, "N"]
   seen_NV: Bool[Array, "N V"] | None  # tokens of prompt and answer, for the repetition penalty
   step: Int[Array, ""]  # tokens drawn so far, also by rows that are done
 
@@ -244,7 +244,10 @@ def _prefix_cache(sampler: Sampler, variables, tokens_BP, prefix: int) -> kv.KVC
 @functools.partial(
   jax.jit, static_argnames=("sampler", "uniform"), donate_argnames=("state",)
 )
-def decode(sampler: Sampler, params, state: DecodeState, key, noise, *, steps: int, uniform: bool):
+def decode(
+  sampler: Sampler, params, state: DecodeState, key, noise, *, steps: int | Int[Array, ""],
+  uniform: bool,
+):  # fmt: skip
   """Up to `steps` further tokens; stops early when every row is done.
 
   uniform: all rows stand at one position, so that the cache is written by one contiguous update.
@@ -300,9 +303,11 @@ def _draw(sampler: Sampler, state: DecodeState, logits_NV, key) -> DecodeState:
 @jax.jit
 def take_rows(state: DecodeState, keep_M: Int[Array, "M"]) -> DecodeState:
   """The state of the given rows only: finished rows stop costing time."""
-  take = lambda x: jnp.take(x, keep_M, axis=x.ndim - 4 if x.ndim >= 4 else 0)
-  rows = jax.tree.map(take, dataclasses.replace(state, step=None))
-  return dataclasses.replace(rows, step=state.step)
+
+  def take(x):
+    return jnp.take(x, keep_M, axis=x.ndim - 4 if x.ndim >= 4 else 0) if x.ndim else x
+
+  return jax.tree.map(take, state)
 
 
 def _noisy(params, noise: Noise | None):

@@ -1,14 +1,14 @@
 """Text in, text out: prompts to tokens, the sampler, tokens to text, stop strings, streaming.
 
-Stop strings and streaming look at the text every few tokens; what a row wrote beyond its stop string
-is taken back, so that the result does not depend on when the host looked. Dims: N rows, T tokens.
+Stop strings and streaming look at the text every few tokens; what a row wrote beyond its stop
+string is taken back, so that the result does not depend on when the host looked. Dims: N rows, T
+tokens.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Array, Key

@@ -1,4 +1,4 @@
-"""Accuracy of a model on items with a reward: greedy or sampled, with its interval; two runs compared.
+"""Accuracy on items with a reward: greedy or sampled, with its interval; two runs compared.
 
 An answer is as right as the first part of its first reward says, between 0 and 1. Scores are kept
 one a line, so that figures and comparisons can be computed again without the model.
@@ -191,11 +191,28 @@ def describe(figures: Mapping[str, Any], name: str = "accuracy") -> str:
   return f"{name} {100 * value:.1f} % ({interval}, n = {n})"
 
 
-def _read_scores(folder: pathlib.Path) -> list[records.Score]:
+def describe_comparison(found: Mapping[str, Any]) -> str:
+  """'-3.0 points (95 %: -6.1 to 0.1, n = 200), p = 0.07 (mcnemar_exact); 4 won, 10 lost; ...'."""
+  value, low, high, n = (found["difference"][k] for k in ("value", "ci_low", "ci_high", "n"))
+  interval = "no interval" if low is None else f"95 %: {100 * low:.1f} to {100 * high:.1f}"
+  line = (
+    f"{100 * value:+.1f} points ({interval}, n = {n}), p = {found['p_value']:.2g} "
+    f"({found['test']}); {found['wins']} won, {found['losses']} lost"
+  )
+  needed = found["items_needed"]
+  return line + (f"; {needed} items would show it 8 times in 10" if needed else "")
+
+
+def require_scores(folder: pathlib.Path) -> pathlib.Path:
+  """The file of scores in a folder of `evaluate_items`. Raises: ValueError if there is none."""
   path = folder / SCORES
   if not path.is_file():
     raise ValueError(
       f"compare: {folder} has no {SCORES}. Name the workdir of a finished evaluation with the same "
-      "kind of accuracy."
+      "kinds of accuracy."
     )
-  return generation.read_records(path, records.Score, cut=False)
+  return path
+
+
+def _read_scores(folder: pathlib.Path) -> list[records.Score]:
+  return generation.read_records(require_scores(folder), records.Score, cut=False)

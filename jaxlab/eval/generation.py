@@ -91,6 +91,7 @@ class Answerer:
   model: identity of the parameters, part of every request's key; see `fingerprint`.
   batch_size: sequences decoded together; the last batch is filled up, so that all have one shape.
   system_prompt: put before conversations that have no system message.
+  add_bos: an item's own text is a plain one, and gets what the tokenizer puts in front.
   """
 
   sampler: autoregressive.Sampler
@@ -99,6 +100,7 @@ class Answerer:
   model: str = ""
   batch_size: int = BATCH
   system_prompt: str | None = None
+  add_bos: bool = False
 
   def __post_init__(self):
     if self.batch_size < 1:
@@ -111,13 +113,17 @@ class Answerer:
     *,
     samples: int = 1,
     path: str | os.PathLike[str] | None = None,
+    others_allowed: bool = False,
     on_batch: Callable[[int, int], None] | None = None,
+    on_text: Callable[[int, str], None] | None = None,
   ) -> list[records.Response]:
     """`samples` answers to every item, item-major.
 
     Args:
       path: file of responses; those it holds are taken from it, new ones are added to it.
+      others_allowed: the file may hold answers to other requests too.
       on_batch: called with (answers there, answers wanted) at the start and after each batch.
+      on_text: as in `text.complete`, with the rows of the present batch.
     Raises: ValueError without items, for a prompt that does not fit, or if the file holds answers
       to other requests.
     """
@@ -131,20 +137,20 @@ class Answerer:
     journal = Journal(path, records.Response)
     there = {response.key: response for response in journal.records}
     wanted = set(itertools.chain.from_iterable(keys))
-    if other := there.keys() - wanted:
+    if (other := there.keys() - wanted) and not others_allowed:
       raise ValueError(
-        f"answer: {path} holds {len(other)} answers of another model, or to other items or settings. "
-        "Choose another --workdir."
+        f"answer: {path} holds {len(other)} answers of another model, or to other items or "
+        "settings. Choose another --workdir."
       )
     report = on_batch or (lambda done, total: None)
-    report(len(there), len(wanted))
+    report(len(wanted & there.keys()), len(wanted))
     open_items = [i for i, row in enumerate(keys) if not there.keys() >= set(row)]
     for batch, prefix in self._batches(open_items, prompts, samples):
-      new = self._answer_batch(batch, prefix, items, prompts, keys, key)
+      new = self._answer_batch(batch, prefix, items, prompts, keys, key, on_text)
       new = [response for response in new if response.key not in there]
       there |= {response.key: response for response in new}
       journal.append(new)
-      report(len(there), len(wanted))
+      report(len(wanted & there.keys()), len(wanted))
     return [there[k] for row in keys for k in row]
 
   def _encode(self, items: Sequence[records.Item]) -> list[list[int]]:
@@ -156,12 +162,16 @@ class Answerer:
       own = [] if system is None or has_system else [{"role": "system", "content": system}]
       return own + list(item.messages)
 
-    rendered = iter(
-      text.encode_prompts(self.tokenizer, [conversation(i) for i in items if i.prompt is None])
+    mine = lambda item: conversation(item) if item.prompt is None else item.prompt
+    through = [item.prompt is None or self.add_bos for item in items]
+    encoded = iter(
+      text.encode_prompts(
+        self.tokenizer, [mine(item) for item, yes in zip(items, through, strict=True) if yes]
+      )
     )
     return [
-      next(rendered) if item.prompt is None else self.tokenizer.encode(item.prompt)
-      for item in items
+      next(encoded) if yes else self.tokenizer.encode(item.prompt)
+      for item, yes in zip(items, through, strict=True)
     ]
 
   def _request_key(self, prompt: list[int], key, item: records.Item, sample: int) -> str:
@@ -185,12 +195,14 @@ class Answerer:
         batch = group[start : start + per_batch]
         yield batch + [batch[-1]] * (per_batch - len(batch)), prefix
 
-  def _answer_batch(self, batch, prefix, items, prompts, keys, key) -> list[records.Response]:
+  def _answer_batch(
+    self, batch, prefix, items, prompts, keys, key, on_text
+  ) -> list[records.Response]:
     """The responses of a batch without those of the rows that fill it up."""
     samples = len(keys[0])
     generated = text.complete(
       self.sampler, self.tokenizer, self.params, [prompts[i] for i in batch], key,
-      samples=samples, prefix=prefix,
+      samples=samples, prefix=prefix, on_text=on_text,
       row_ids=[row_id(items[i].id, k) for i in batch for k in range(samples)],
     )  # fmt: skip
     out = generated.completions

@@ -118,7 +118,7 @@ def perplexity_of_ids(
     pad = size - len(tokens_WT[batch])
     tokens_BT = np.pad(tokens_WT[batch], ((0, pad), (0, 0)))
     nll_BT, counts_BT = window_nll(module, params, tokens_BT, np.pad(length_W[batch], (0, pad)))
-    parts += [row[keep] for row, keep in zip(np.asarray(nll_BT), np.asarray(counts_BT), strict=True)]
+    parts.append(np.asarray(nll_BT)[np.asarray(counts_BT)])
     if on_batch:
       on_batch(min(start + size, total), total)
   many = len(set(document_W.tolist())) > 1
@@ -148,7 +148,7 @@ def window_nll(
 def windows(
   documents: Sequence[Sequence[int]], window: int, max_tokens: int | None = None
 ) -> tuple[Int[np.ndarray, "W T"], Int[np.ndarray, "W"], Int[np.ndarray, "W"]]:
-  """Right-padded windows, their lengths, and the document of each; windows of one token are left out.
+  """Right-padded windows, their lengths, and the document of each; none has one token only.
 
   Raises: ValueError if nothing is left.
   """

@@ -19,6 +19,7 @@ from jaxlab.io import huggingface
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.models import zoo
 from jaxlab.nn import weights
+from pallas_kernels.fp4_gemm import codec
 
 RECEIPT, VERIFY = "receipt.json", "verify.py"
 NEW_TOKENS = 8  # enough to leave the prompt behind; full forward passes, so not many
@@ -78,7 +79,8 @@ def write_receipt(
   """
   config = huggingface.load_config(folder)
   module = zoo.from_config(config)
-  params = weights.map_leaves(_as_served, huggingface.load_params(folder, module, jnp.float32))
+  params = huggingface.load_params(folder, module, jnp.float32)
+  params = weights.map_leaves(lambda _, w: as_served(w), params)
   rows = prompt_rows(huggingface.load_tokenizer(folder), prompts, module.config.vocab_size)
   continued = greedy(module, params, [row["ids"] for row in rows], new_tokens)
   for row, (tokens, logits_V) in zip(rows, continued, strict=True):
@@ -99,10 +101,16 @@ def write_receipt(
   return receipt
 
 
-def _as_served(path: str, w: Any) -> Any:
-  """Packed kernels rounded to bfloat16 once decoded, as compressed-tensors leaves them."""
-  del path
-  return weights.dense(w, jnp.bfloat16).astype(jnp.float32) if weights.is_packed(w) else w
+def as_served(w: Any) -> Any:
+  """A packed kernel as compressed-tensors decodes it: q * (s / g) in float32, then bfloat16.
+
+  Our own order is (q * s) / g; one number in some ten thousand is then another bfloat16.
+  """
+  if not isinstance(w, weights.FP4Array):
+    return w
+  scale = codec.decode_scale(w.scale) / w.tensor_scale[..., None, None]
+  values = codec.scale_blocks(codec.unpack_codes(w.codes), scale)
+  return jnp.swapaxes(values.astype(jnp.bfloat16).astype(jnp.float32), -1, -2)
 
 
 def prompt_rows(

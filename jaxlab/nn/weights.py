@@ -224,11 +224,9 @@ def densify(params: PyTree, dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree
   """
 
   def unpack(w):
-    if isinstance(w, LoRA):
-      return dataclasses.replace(w, base=unpack(w.base))
     return dense(w, dtype) if is_packed(w) else w
 
-  return jax.tree.map(unpack, params, is_leaf=is_leaf)
+  return jax.tree.map(unpack, params, is_leaf=is_packed)
 
 
 def path_str(path: tuple) -> str:

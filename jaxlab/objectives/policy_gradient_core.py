@@ -124,7 +124,8 @@ def aggregate(
   if loss == "dapo":
     return Weighted(loss_BT.sum(), tokens_B.sum())
   if loss == "bnpo":
-    return Weighted(loss_BT.sum() / jnp.maximum(tokens_B.sum(), 1.0), jnp.ones((), jnp.float32))
+    # Rows that only fill the batch are no micro-batch.
+    return Weighted(loss_BT.sum() / jnp.maximum(tokens_B.sum(), 1.0), jnp.minimum(rows, 1.0))
   if loss == "dr_grpo":
     return Weighted(loss_BT.sum(), rows * max_tokens)
   return Weighted((loss_BT.sum(1) / jnp.maximum(tokens_B, 1.0)).sum(), rows)

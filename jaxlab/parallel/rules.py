@@ -7,6 +7,7 @@ gets is `jaxlab.nn.weights.partition_specs`. Layers (the stack axis) are never s
 Source: arXiv 1909.08053 §3 (tensor), 1910.02054 (fsdp). Dims: V D K.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxlab.nn import weights
 from jaxlab.parallel import mesh as meshes
 
 PyTree = Any
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh  # specs need sizes only
 COLUMN = ("fsdp", "tensor")
 ROW = ("tensor", "fsdp")
 RULES = {
@@ -36,7 +38,7 @@ def batch_spec() -> PartitionSpec:
 
 
 def param_specs(
-  params: PyTree, mesh: jax.sharding.Mesh, *, num_kv_heads: int | None = None
+  params: PyTree, mesh: Mesh, *, num_kv_heads: int | None = None
 ) -> PyTree:
   """The PartitionSpec of every array of a causal LM, in the structure of `params`.
 
@@ -54,7 +56,7 @@ def param_specs(
 
 
 def leaf_specs(
-  path: str, leaf: Any, mesh: jax.sharding.Mesh, *, num_kv_heads: int | None = None
+  path: str, leaf: Any, mesh: Mesh, *, num_kv_heads: int | None = None
 ) -> Any:
   """`param_specs` of the one kernel or array at `path`, such as 'layers/q/kernel'."""
   if missing := [axis for axis in meshes.AXES if axis not in mesh.shape]:
@@ -114,6 +116,64 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
   return jax.tree.map(place, batch)
+
+
+def replicate(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """Copies the arrays that are not on the mesh yet to all of its devices: the counters of a training
+  state made of sharded arrays. Left on one device they would cost a second compilation."""
+
+  def put(x):
+    there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+    return x if there else _place(x, NamedSharding(mesh, PartitionSpec()))
+
+  return jax.tree.map(put, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """What a model asks for while it runs, so that `fsdp` splits memory and not the arithmetic.
+
+  Left alone, XLA multiplies with the split kernels where they are: rows move to the weights, and
+  every device holds all rows. A layer that gathers its kernels first keeps its own rows; packed
+  kernels travel packed (one layer at a time, and again in a rematerialised backward pass).
+  """
+
+  mesh: jax.sharding.Mesh
+  num_kv_heads: int | None = None
+
+  def rows(self, x: Any) -> Any:
+    """An activation [B, ...] with its rows over `data` and `fsdp`."""
+    return self._constrain(x, batch_spec())
+
+  def layer(self, params: PyTree) -> PyTree:
+    """A layer's parameters with every kernel whole over `fsdp` (`tensor` stays as it is)."""
+    return weights.map_leaves(lambda path, leaf: self.gather(path, leaf), params)
+
+  def gather(self, path: str, leaf: Any) -> Any:
+    """The same for one kernel; `At` a layer of a stack becomes that layer's kernel."""
+    if self.mesh.shape["fsdp"] == 1:
+      return leaf
+    leaf = _taken(leaf)
+    specs = leaf_specs(path, leaf, self.mesh, num_kv_heads=self.num_kv_heads)
+    # The first constraint holds for the gradient on its way back: summed straight into shards.
+    return jax.tree.map(
+      lambda x, spec: self._constrain(self._constrain(x, spec), _without_fsdp(spec)), leaf, specs
+    )
+
+  def _constrain(self, x, spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+def _taken(leaf: Any) -> Any:
+  if isinstance(leaf, weights.LoRA):
+    return dataclasses.replace(leaf, base=_taken(leaf.base))
+  if isinstance(leaf, weights.At):
+    return jax.tree.map(lambda x: weights.take(x, leaf.index), leaf.leaf)
+  return leaf
+
+
+def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
+  return PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
 
 
 def _place(x: Any, sharding: NamedSharding) -> jax.Array:

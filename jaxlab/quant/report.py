@@ -15,7 +15,7 @@ from jaxlab.quant import fp4
 def relative_error(
   before: Float[Array, "*stack I O"], after: weights.FP4Array | weights.NF4Array | Array
 ) -> Float32[np.ndarray, "*stack"]:
-  """The error of each matrix of a stack; 0 for a matrix of zeros. One matrix in float32 at a time."""
+  """The error of each matrix of a stack; 0 for zeros. One matrix in float32 at a time."""
   return np.asarray(_relative_error(before, after))
 
 
@@ -53,8 +53,8 @@ def format_of(params: weights.PyTree) -> str:
 def sizes(params: weights.PyTree) -> dict[str, float | int]:
   """Bytes beside those of a bfloat16 model, and bits per quantised weight with their scales.
 
-  Returns: weight_bytes, weight_bytes_bf16 (of the linears), model_bytes, model_bytes_bf16 (with what
-    is not quantised counted as bfloat16), bits_per_weight.
+  Returns: weight_bytes, weight_bytes_bf16 (of the linears), model_bytes, model_bytes_bf16 (what is
+    not quantised counts as bfloat16 in both), bits_per_weight.
   """
   linears = fp4.weight_bytes(params)["linears"]
   as_bf16 = lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16)

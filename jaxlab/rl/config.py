@@ -1,7 +1,9 @@
 """Settings of group-relative RL with a frozen, quantised base. Source: arXiv 2510.11696 (QeRL)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlab import lora as lora_lib
@@ -54,7 +56,9 @@ class RLData:
 class RLConfig:
   """The algorithm. A step samples `prompts` groups of `samples` answers and updates on them."""
 
-  model: str = "demo"  # [ours] a folder, a .gguf file, a checkpoint of ours, or "demo"
+  # [ours] A folder, a .gguf file, a checkpoint of ours, "demo"; or a function that makes one in the
+  # folder it is given, or finds it there, and returns its path.
+  model: str | Callable[..., str] = "demo"  # [ours: the packaged model]
   steps: int = 600  # [paper Fig. 4: GSM8K]
   prompts: int = 16  # [paper Table 4: 128 sequences an update]
   samples: int = 8  # G [paper Table 4, GSM8K]
@@ -99,6 +103,10 @@ class RLConfig:
         f"RLConfig.max_rollouts: sampling again ({self.max_rollouts}) needs max_groups and "
         f"drop_equal_groups; got {self.max_groups} and {self.drop_equal_groups}. Set both."
       )
+
+  def model_path(self, workdir: str | os.PathLike[str]) -> str:
+    """Where the model is; one that is made for this run is kept in `workdir/base`."""
+    return self.model if isinstance(self.model, str) else self.model(pathlib.Path(workdir) / "base")
 
   @property
   def updates(self) -> int:

@@ -12,15 +12,17 @@ import jax
 from absl import logging
 
 from jaxlab import lm as lm_lib
-from jaxlab.eval import statistics
+from jaxlab.decode import text
+from jaxlab.eval import accuracy, generation
 from jaxlab.io import files, peft
 from jaxlab.quant import fp4
 from jaxlab.rl import config as rl_config
-from jaxlab.rl import held_out, loop, report, rollout
+from jaxlab.rl import loop, report
 from jaxlab.train import metrics as metrics_log
 from jaxlab.train import signals
 
 PyTree = Any
+EVAL_ROWS = 50  # held-out items decoded together
 
 
 def run(
@@ -36,86 +38,90 @@ def run(
 ) -> dict[str, Any]:
   """Runs, or resumes, a whole experiment in `workdir`; returns the figures of result.json.
 
-  Scores are kept in `before.json`, so that a resumed run does not score the base again. The trained
-  adapters are written as a PEFT folder `adapter/`.
+  Held-out answers are kept in `before/` and `after/`, so that a resumed run answers none twice. The
+  trained adapters are written as a PEFT folder `adapter/`.
   """
   workdir = pathlib.Path(workdir)
-  bytes_bf16 = _bytes_as_bf16(lm.params)
+  sizes = _sizes(lm.params)
   start = time.monotonic()
   lm = dataclasses.replace(lm, params=quantize(lm.params))
-  packed = fp4.weight_bytes(lm.params)
+  sizes |= _packed_sizes(lm.params, sizes)
   logging.info(
     "quantised in %.1f s: linears %.1f MB -> %.1f MB.", time.monotonic() - start,
-    bytes_bf16["linears"] / 1e6, packed["linears"] / 1e6,
-  )
+    sizes["weight_bytes_bf16"] / 1e6, sizes["weight_bytes_fp4"] / 1e6,
+  )  # fmt: skip
   trainer = loop.prepare(lm, data, config, seed)
   stop.raise_if_set()
-  test = rollout.tokenize(
-    data.test, lm.tokenizer, max_tokens=config.max_prompt_tokens, system_prompt=data.system_prompt
-  ) if data.test else None  # fmt: skip
-  sampler = trainer.source.sampler
-  before = test and _before(
-    workdir, lambda: held_out.score(sampler, trainer.lm.params, test, data, lm.tokenizer)
-  )
-  stop.raise_if_set()
+  scores = {}
+  if data.test:
+    scores["before"] = _score(trainer, trainer.lm.params, workdir / "before", "before", stop)
   table = report.SampleTable(workdir, trainer.source.seen)
   params = trainer.run(workdir, config_text=config_text, on_round=table, stop=stop)
-  after = test and held_out.score(sampler, params, test, data, lm.tokenizer)
   peft.save_adapter(params, config.lora, workdir / "adapter", base=lm.path)
+  if data.test:
+    scores["after"] = _score(trainer, params, workdir / "after", "after", stop)
   rows = metrics_log.read(workdir)
   report.plot_run(rows, workdir / "plots")
   return {
-    **(_scores(workdir, before, after) if test else {}),
-    "weight_bytes_bf16": bytes_bf16["linears"],
-    "weight_bytes_fp4": packed["linears"],
-    "model_bytes_bf16": bytes_bf16["total"],
-    "model_bytes_fp4": bytes_bf16["total"] - bytes_bf16["linears"] + packed["linears"],
-    **report.speed(rows),
-    **report.curve(rows),
-  }
+    **(_gain(workdir, data, scores) if data.test else {}),
+    **sizes, **report.speed(rows), **report.curve(rows),
+  }  # fmt: skip
 
 
-def _before(workdir: pathlib.Path, score: Callable[[], list[held_out.Scored]]) -> list[held_out.Scored]:
-  """The base model's answers, scored once a workdir."""
-  path = workdir / "before.json"
-  if path.exists():
-    return held_out.from_json(json.loads(path.read_text()))
-  before = score()
-  files.write_atomically(path, lambda f: f.write(json.dumps(held_out.to_json(before)).encode()))
-  logging.info("before training: %s", _percent(held_out.accuracy(before)))
-  return before
-
-
-def _scores(workdir: pathlib.Path, before: list[held_out.Scored], after: list[held_out.Scored]):
-  """Both accuracies, their paired difference, and a file of answers before and after."""
-  pairs = [
-    {"question": _question(b.item), "target": b.item.target, "before": b.text, "after": a.text}
-    for b, a in zip(before, after, strict=True)
-  ]
-  lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
-  files.write_atomically(workdir / "held_out.jsonl", lambda f: f.write(lines.encode()))
-  difference = statistics.paired_difference(
-    {s.item.id: float(s.correct) for s in after}, {s.item.id: float(s.correct) for s in before}
+def _score(
+  trainer: loop.Trainer, params: PyTree, folder: pathlib.Path, when: str, stop: signals.Interrupt
+) -> accuracy.Evaluation:
+  """Greedy answers to the held-out items, without noise; keeps them in `folder`."""
+  config = dataclasses.replace(trainer.config.sampling, temperature=0.0)
+  answerer = generation.Answerer(
+    loop.make_sampler(trainer.lm, config),
+    trainer.lm.tokenizer,
+    text.serving_params(params),
+    model=generation.fingerprint(params),
+    batch_size=min(EVAL_ROWS, len(trainer.data.test)),
+    system_prompt=trainer.data.system_prompt,
   )
-  logging.info("after training: %s", _percent(held_out.accuracy(after)))
+  found = accuracy.evaluate_items(
+    answerer, trainer.data.test, trainer.data.rewards, jax.random.key(0), folder=folder,
+    on_batch=lambda done, total: stop.raise_if_set(),
+  )  # fmt: skip
+  logging.info("%s", accuracy.describe(found.summary["accuracy"], f"accuracy {when} training"))
+  return found
+
+
+def _gain(
+  workdir: pathlib.Path, data: rl_config.RLData, scores: dict[str, accuracy.Evaluation]
+) -> dict[str, Any]:
+  """Both accuracies and their paired difference; writes the answers side by side."""
+  before, after = scores["before"], scores["after"]
+  rows = [
+    {"question": report.question(item), "target": item.target, "before": b.text, "after": a.text}
+    for item, b, a in zip(data.test, before.responses, after.responses, strict=True)
+  ]
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  files.write_atomically(workdir / "held_out.jsonl", lambda f: f.write(lines.encode()))
+  report.show_samples(rows[: report.TABLE_ROWS])
+  gain = accuracy.compare(workdir / "after", workdir / "before")
+  logging.info("gain: %s", accuracy.describe_comparison(gain))
   return {
-    "accuracy_before": held_out.accuracy(before),
-    "accuracy_after": held_out.accuracy(after),
-    "accuracy_gain": difference.difference.as_dict(),
-    "gain_p_value": difference.p_value,
+    "accuracy_before": before.summary["accuracy"],
+    "accuracy_after": after.summary["accuracy"],
+    "accuracy_gain": gain["difference"],
+    "gain_p_value": gain["p_value"],
+    "truncated_before": before.summary["truncated"],
+    "truncated_after": after.summary["truncated"],
   }
 
 
-def _question(item) -> str:
-  return item.messages[-1]["content"] if item.messages else item.prompt
+def _sizes(params: PyTree) -> dict[str, int]:
+  """Bytes of the linear kernels and of the whole model, were every array bfloat16."""
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), params)
+  sizes = fp4.weight_bytes(shapes)
+  return {"weight_bytes_bf16": sizes["linears"], "model_bytes_bf16": sizes["total"]}
 
 
-def _percent(a: dict[str, Any]) -> str:
-  value, low, high = (100 * a[k] for k in ("value", "ci_low", "ci_high"))
-  return f"{value:.1f} % right (95 %: {low:.1f} to {high:.1f}, n = {a['n']})"
-
-
-def _bytes_as_bf16(params: PyTree) -> dict[str, int]:
-  """Bytes of linears and of the whole model if every array were bfloat16."""
-  sizes = fp4.weight_bytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), params))
-  return sizes
+def _packed_sizes(params: PyTree, dense: dict[str, int]) -> dict[str, int]:
+  """The same after quantisation; what is not a linear kernel still counted as bfloat16."""
+  linears = fp4.weight_bytes(params)["linears"]
+  rest = dense["model_bytes_bf16"] - dense["weight_bytes_bf16"]
+  return {"weight_bytes_fp4": linears, "model_bytes_fp4": rest + linears}

@@ -8,6 +8,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from jaxlab.eval import records
 from jaxlab.rl import rollout
 
 TABLE_EVERY = 10  # steps between two tables
@@ -32,26 +33,33 @@ class SampleTable:
     with self._path.open("a") as file:
       for group, i in shown:
         file.write(json.dumps(_row(step, group, i)) + "\n")
-    if not self._console.is_terminal:
-      return
-    table = rich.table.Table(title=f"step {step}")
-    for column in ("question", "answer", "target", "reward", "advantage"):
-      table.add_column(column, overflow="fold")
-    for group, i in shown:
-      row = _row(step, group, i)
-      table.add_row(*(str(row[c]) for c in ("question", "answer", "target", "reward", "advantage")))
-    self._console.print(table)
+    if self._console.is_terminal:
+      show_samples([_row(step, group, i) for group, i in shown], title=f"step {step}")
 
 
 def _row(step: int, group: rollout.Group, i: int) -> dict[str, Any]:
   answer = group.answers[i]
   item = answer.item
-  question = item.messages[-1]["content"] if item.messages else item.prompt
   reward = None if np.isnan(answer.reward) else round(answer.reward, 3)
   return {
-    "step": step, "question": question, "answer": answer.response.text, "target": item.target,
+    "step": step, "question": question(item), "answer": answer.response.text, "target": item.target,
     "reward": reward, "advantage": round(float(group.advantage[i]), 3),
   }  # fmt: skip
+
+
+def question(item: records.Item) -> str:
+  """What a person would say was asked: the last turn, or the whole prompt."""
+  return item.messages[-1]["content"] if item.messages else item.prompt
+
+
+def show_samples(rows: list[dict[str, Any]], title: str = "held out") -> None:
+  """Prints rows with equal keys as a table on the terminal's error stream."""
+  table = rich.table.Table(title=title)
+  for name in rows[0]:
+    table.add_column(name, overflow="fold")
+  for row in rows:
+    table.add_row(*map(str, row.values()))
+  rich.console.Console(stderr=True).print(table)
 
 
 def speed(rows: list[dict[str, Any]]) -> dict[str, float]:

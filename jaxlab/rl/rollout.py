@@ -153,7 +153,7 @@ class RolloutSource:
       drawn = autoregressive.Noise(jnp.float32(sigma), jax.random.fold_in(key, 1), aqn.relative)
     out = self.sampler(
       params, ids, jax.random.fold_in(key, 0), samples=g, prefix=self.prompts.prefix, noise=drawn,
-      row_ids=np.arange(p * g) + attempt * p * g,
+      row_ids=range(attempt * p * g, (attempt + 1) * p * g),
     )
     answers = [self._answer(items[row // g], out, row, step) for row in range(p * g)]
     return self._group(ids, answers), out

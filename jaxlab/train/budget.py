@@ -2,13 +2,13 @@
 
   linears = bits / 8 * N_lin,  N_lin = L (2 D N H + 2 D K H + 3 D F)
   rest    = dtype bytes * (embedding + head + gains + biases)
-  adapters = 16 bytes * L R (2 (D + N H) + 2 (D + K H) + 3 (D + F))     float32 master, m, v, gradient
+  adapters = 16 * L R (2 (D + N H) + 2 (D + K H) + 3 (D + F))    float32 master, m, v, gradient
   cache   = 2 L K H * dtype bytes * sequences * tokens
   training: inputs of the blocks L B T D, one block's activations 2 B T (8 D + 6 F) and its unpacked
   weights, logits of one chunk 8 C V; rollout and training alternate, so the peak is the larger one.
 
-Source: arXiv 2510.11696 Tables 3 and 8, which these formulas meet within 2 %. Dims: as in the legend;
-B sequences of T tokens in a training step, C tokens a chunk of the head.
+Source: arXiv 2510.11696 Table 3, whose weight sizes these formulas meet within 2 %. Dims: as in the
+legend; B sequences of T tokens in a training step, C tokens a chunk of the head.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ class Work:
   train_tokens: int = 0  # T, prompt + answer of each
   chunk_tokens: int = 4096  # C
   unpacked_copy: bool = False
+  other_bytes: int = 0  # what else lasts
 
 
 def num_linear_weights(config: causal_lm.CausalLMConfig) -> int:
@@ -56,8 +57,10 @@ def num_linear_weights(config: causal_lm.CausalLMConfig) -> int:
   return c.num_layers * (2 * c.width * heads + 2 * c.width * kv + 3 * c.width * c.mlp_width)
 
 
-def weight_bytes(config: causal_lm.CausalLMConfig, format: str = "bf16", dtype_bytes: int = 2) -> int:
-  """Bytes of a model whose linears are in `format` ("bf16": dense, as all else, in `dtype_bytes`)."""
+def weight_bytes(
+  config: causal_lm.CausalLMConfig, format: str = "bf16", dtype_bytes: int = 2
+) -> int:
+  """Bytes of a model with linears in `format` ("bf16": dense, in `dtype_bytes` as all else)."""
   c = config
   if format not in FORMATS:
     raise ValueError(
@@ -87,12 +90,13 @@ def memory_budget(
     "weights": weight_bytes(c, format, w.dtype_bytes),
     "adapters": 16 * c.num_layers * w.lora_rank * per_rank,
     "unpacked_copy": w.unpacked_copy * w.dtype_bytes * num_linear_weights(c),
+    "other": w.other_bytes,
     "cache": 2 * c.num_layers * kv * w.dtype_bytes * w.rollout_sequences * w.rollout_tokens,
     "block_inputs": w.dtype_bytes * c.num_layers * rows * c.width,
     "block": w.dtype_bytes * rows * (8 * c.width + 6 * c.mlp_width) + layer_bytes,
     "logits": 8 * c.vocab_size * (min(w.chunk_tokens, rows) if rows else w.rollout_sequences),
   }
-  lasting = parts["weights"] + parts["adapters"] + parts["unpacked_copy"]
+  lasting = sum(parts[name] for name in ("weights", "adapters", "unpacked_copy", "other"))
   train = parts["block_inputs"] + parts["block"] + parts["logits"] if rows else 0
   rollout = parts["cache"] + 8 * c.vocab_size * w.rollout_sequences
   return parts | {"peak": lasting + max(train, rollout)}

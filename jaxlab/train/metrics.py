@@ -23,9 +23,11 @@ from absl import logging
 
 FILE = "metrics.jsonl"
 REDACTED = "[redacted]"
-SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)$", re.IGNORECASE)
-SECRET_SHAPE = re.compile(
-  r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,})|(?<=\bBearer )[^\s\"',]+", re.IGNORECASE
+SECRET_NAME = re.compile(
+  r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|KEY$", re.IGNORECASE
+)
+SECRET_SHAPE = re.compile(  # a token of Hugging Face has 34 letters and digits; names are shorter
+  r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{8,}|(?<=\bBearer )[^\s\"',]+", re.IGNORECASE
 )
 MIN_SECRET_CHARS = 8  # shorter values ("true", a number) are settings, and would eat ordinary text
 

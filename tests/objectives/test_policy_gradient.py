@@ -22,14 +22,7 @@ ORACLE = {"rel": 0, "abs": 2e-6}  # the oracles are printed with six decimals, c
 
 
 def make_batch(**changes):
-  batch = pg.PolicyBatch(
-    tokens_BS=jnp.zeros((2, 5), jnp.int32),
-    positions_BS=jnp.broadcast_to(jnp.arange(5), (2, 5)),
-    start_B=jnp.array([2, 2]),
-    mask_BT=MASK,
-    advantage_B=ADVANTAGE,
-    logp_old_BT=OLD,
-  )
+  batch = pg.PolicyBatch(mask_BT=MASK, advantage_B=ADVANTAGE, logp_old_BT=OLD)
   return dataclasses.replace(batch, **changes)
 
 
@@ -148,9 +141,6 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(loss):
   rng = np.random.default_rng(0)
   logp, old = (jnp.array(rng.normal(-1, 0.3, (6, 4)), jnp.float32) for _ in range(2))
   batch = pg.PolicyBatch(
-    tokens_BS=jnp.zeros((6, 5), jnp.int32),
-    positions_BS=jnp.zeros((6, 5), jnp.int32),
-    start_B=jnp.ones(6, jnp.int32),
     mask_BT=jnp.array(rng.integers(0, 2, (6, 4)), bool),
     advantage_B=jnp.array(rng.normal(size=6), jnp.float32),
     logp_old_BT=old,
@@ -330,19 +320,6 @@ def test_full_logits_never_exist():
   assert compiled.memory_analysis().temp_size_in_bytes < full / 4
 
 
-def test_completion_rows_start_at_the_last_prompt_token_for_any_padding():
-  head = jnp.eye(6)
-  tokens = jnp.array([[0, 1, 2, 3, 4], [5, 1, 2, 0, 0]])
-  batch = make_batch(tokens_BS=tokens, start_B=jnp.array([2, 1]))
-  hidden = jnp.arange(2 * 5 * 6, dtype=jnp.float32).reshape(2, 5, 6) / 10
-  logp, _ = pg.completion_logprobs(
-    hidden, lambda x: x @ head, batch, pg.PolicyGradientConfig(temperature=2.0)
-  )
-  rows = np.stack([hidden[0, 1:4], hidden[1, 0:3]])
-  expected, _ = plain_logprobs(rows, head, [[2, 3, 4], [1, 2, 0]], 2.0)
-  np.testing.assert_allclose(logp, expected, atol=1e-6)
-
-
 def test_sharded_over_eight_devices_equals_one_device():
   devices = jax.devices()
   if len(devices) < 8:
@@ -350,30 +327,29 @@ def test_sharded_over_eight_devices_equals_one_device():
   rng = np.random.default_rng(2)
   hidden = jnp.array(rng.normal(size=(8, 6, 4)), jnp.float32)
   head = jnp.array(rng.normal(size=(4, 9)), jnp.float32)
+  targets = jnp.array(rng.integers(0, 9, (8, 6)))
   batch = pg.PolicyBatch(
-    tokens_BS=jnp.array(rng.integers(0, 9, (8, 6))),
-    positions_BS=jnp.broadcast_to(jnp.arange(6), (8, 6)),
-    start_B=jnp.array(rng.integers(1, 3, 8)),
-    mask_BT=jnp.array(rng.integers(0, 2, (8, 4)), bool),
+    mask_BT=jnp.array(rng.integers(0, 2, (8, 6)), bool),
     advantage_B=jnp.array(rng.normal(size=8), jnp.float32),
   )
-  config = pg.PolicyGradientConfig(correction="none", chunk_tokens=16)
+  config = pg.PolicyGradientConfig(correction="none")
 
-  def loss(hidden, head, batch):
-    logp, entropy = pg.completion_logprobs(hidden, lambda x: x @ head, batch, config)
+  def loss(hidden, head, targets, batch):
+    logp, entropy = pg.chunked_logprobs(lambda x: x @ head, hidden, targets, chunk_tokens=16)
     return pg.policy_gradient_loss(logp, entropy, batch, config)[0].mean()
 
   step = jax.jit(jax.value_and_grad(loss, (0, 1)))
   mesh = jax.sharding.Mesh(np.array(devices[:8]), ("data",))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-  sharded = jax.device_put((hidden, batch), rows)
-  value, grads = step(sharded[0], head, sharded[1])
-  expected_value, expected_grads = step(hidden, head, batch)
+  of_rows = jax.device_put((hidden, targets, batch), rows)
+  sharded = (of_rows[0], head, *of_rows[1:])
+  value, grads = step(*sharded)
+  expected_value, expected_grads = step(hidden, head, targets, batch)
   np.testing.assert_allclose(value, expected_value, atol=1e-6)
   for got, expected in zip(grads, expected_grads, strict=True):
     np.testing.assert_allclose(got, expected, atol=1e-6)
   # The chunks cut T, not B: no device ever needs another's hidden rows.
-  text = step.lower(sharded[0], head, sharded[1]).compile().as_text()
+  text = step.lower(*sharded).compile().as_text()
   assert "all-gather" not in text
   assert "all-to-all" not in text
 
@@ -386,7 +362,7 @@ def test_batch_is_a_pytree_of_anything():
   shapes = jax.eval_shape(lambda b: b, batch)
   assert shapes.mask_BT.shape == (2, 3)
   specs = jax.tree.map(lambda x: "data", batch)
-  assert specs.start_B == "data"
+  assert specs.advantage_B == "data"
   assert specs.logp_ref_BT is None
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
   assert ".mask_BT" in paths

@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlab import lora
+from jaxlab.attention import dense
 from jaxlab.models import causal_lm
-from jaxlab.nn import weights
+from jaxlab.nn import norm, rotary, stack, weights
 from jaxlab.objectives import weighted
-from jaxlab.quant import fp4
+from jaxlab.quant import fp4, nf4
 
-# Inputs of o and down: 8 shards of 32 (mxfp4). Width: 4 shards of 32. Two KV heads: whole over 8.
+# Eight shards of the inputs of `down` hold a block of nf4 each (64), four of the width one of mxfp4
+# (32); two KV heads cannot be split over eight.
 CONFIG = causal_lm.CausalLMConfig(
-  vocab_size=128, width=128, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, mlp_width=256,
+  vocab_size=128, width=128, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, mlp_width=512,
   qkv_bias=True, tie_embeddings=False,
 )  # fmt: skip
 MODULE = causal_lm.CausalLM(CONFIG)
@@ -23,56 +25,86 @@ ROWS, LENGTH = 8, 12
 
 
 @functools.cache
-def params(format: str):
-  """Random parameters; quantised ones carry adapters with B != 0."""
-  dense = jax.jit(MODULE.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-  dense = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, dense)  # nothing vanishes
-  if format == "dense":
-    return dense
-  adapted = lora.attach(fp4.quantize_params(dense, format), LORA, jax.random.key(1))
-  return jax.tree_util.tree_map_with_path(_trained, adapted)
+def params(kind: str):
+  """Random parameters: "dense"; "nvfp4" (all linears, with adapters); or "mixed": q, k and v dense,
+  o nvfp4, gate and up mxfp4, down nf4, adapters over the packed ones."""
+  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  shapes = jax.eval_shape(MODULE.init, jax.random.key(0), tokens)["params"]
+  random = np.random.default_rng(0)
+  made = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 12, x.dtype), shapes)
+  if kind == "dense":
+    return made
+  if kind == "nvfp4":
+    return _adapted(fp4.quantize_params(made, "nvfp4"), LORA)
+  formats = {
+    "o": fp4.quantize, "down": nf4.quantize,
+    "gate": lambda w: fp4.quantize(w, "mxfp4"), "up": lambda w: fp4.quantize(w, "mxfp4"),
+  }  # fmt: skip
+  for name, quantize in formats.items():
+    made["layers"][name] = {"kernel": quantize(made["layers"][name]["kernel"])}
+  return _adapted(made, lora.LoRAConfig(rank=4, targets=tuple(formats)))
 
 
-def _trained(path, x):
-  if weights.path_str(path).endswith("/b"):
-    return jax.random.normal(jax.random.key(x.size), x.shape) / 8
-  return x
+def _adapted(params, config):
+  def trained(path, x):
+    b = weights.path_str(path).endswith("/b")
+    return jax.random.normal(jax.random.key(x.size), x.shape) / 8 if b else x
+
+  return jax.tree_util.tree_map_with_path(trained, lora.attach(params, config, jax.random.key(1)))
 
 
-def split(params, format: str):
-  """(trainable, frozen) as in a run: everything, or adapters and norms."""
-  trains = lora.is_trainable(LORA) if format != "dense" else lambda path: True
-  return weights.partition(params, trains)
+def split(params):
+  """(trainable, frozen): every float array but the parts of packed kernels."""
+  packed = ("/codes", "/scale", "/tensor_scale", "/scale_step", "/scale_min")
+  return weights.partition(params, lambda path: not path.endswith(packed))
 
 
 def batch() -> dict[str, np.ndarray]:
   """Tokens, and how often each row counts (once or twice: a mean of means would be wrong)."""
-  random = np.random.default_rng(0)
-  tokens = random.integers(0, CONFIG.vocab_size, (ROWS, LENGTH)).astype(np.int32)
-  return {"tokens": tokens, "count": np.arange(1, ROWS + 1, dtype=np.float32) % 2 + 1}
+  tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, LENGTH))
+  count = np.arange(1, ROWS + 1) % 2 + 1
+  return {"tokens": tokens.astype(np.int32), "count": count.astype(np.float32)}
 
 
-def objective(params, batch, key):
+def forward(params, tokens_BT, placement=None):
+  """The logits of MODULE; with a placement, layer by layer on gathered kernels."""
+  if placement is None:
+    return MODULE.apply({"params": params}, tokens_BT)
+  head = {"kernel": placement.gather("head/kernel", params["head"]["kernel"])}
+  params = params | {"embed": placement.gather("embed", params["embed"]), "head": head}
+  positions_BT = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens_BT.shape)
+  rope = rotary.rope_at(CONFIG.rope, CONFIG.head_dim, positions_BT)
+  module = causal_lm.Block(CONFIG)
+
+  def block(layer, x_BTD, cache):
+    variables = {"params": placement.layer(layer)}
+    return module.apply(variables, placement.rows(x_BTD), rope, dense.DenseAttention(), cache)
+
+  x_BTD = MODULE.apply({"params": params}, tokens_BT, method="embed")
+  x_BTD, _, _ = stack.run_layers(block, params["layers"], x_BTD, remat=True)
+  hidden_BTD = norm.rms_norm(x_BTD, params["norm"], CONFIG.norm_eps)
+  return MODULE.apply({"params": params}, hidden_BTD, method="head")
+
+
+def objective(params, batch, key, placement=None):
   """Next-token cross-entropy."""
   del key
-  logits_BTV = MODULE.apply({"params": params}, batch["tokens"])
-  return loss_of(logits_BTV, batch), {}
+  return loss_of(forward(params, batch["tokens"], placement), batch), {}
 
 
 def loss_of(logits_BTV, batch) -> weighted.Weighted:
   logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
-  target_BT1 = batch["tokens"][:, 1:, None]
-  logp_BT = jnp.take_along_axis(logp_BTV, target_BT1, axis=-1)[..., 0]
+  logp_BT = jnp.take_along_axis(logp_BTV, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
   count_BT = jnp.broadcast_to(batch["count"][:, None], logp_BT.shape)
   return weighted.Weighted(-jnp.sum(logp_BT * count_BT), jnp.sum(count_BT))
 
 
-@jax.jit
-def logits_and_grads(trainable, frozen, batch):
+@functools.partial(jax.jit, static_argnames="placement")
+def logits_and_grads(trainable, frozen, batch, placement=None):
   """(logits_BTV, {path: gradient of the mean loss})."""
 
   def loss(trainable):
-    logits_BTV = MODULE.apply({"params": weights.merge(trainable, frozen)}, batch["tokens"])
+    logits_BTV = forward(weights.merge(trainable, frozen), batch["tokens"], placement)
     return loss_of(logits_BTV, batch).mean(), logits_BTV
 
   grads, logits_BTV = jax.grad(loss, has_aux=True)(trainable)

@@ -258,7 +258,9 @@ def test_ten_bad_steps_in_a_row_stop_the_run(workdir):
 
 
 def test_a_bad_step_can_be_replayed(workdir):
-  train(workdir, rounds=bad_rounds({6: np.nan}), config_text="model.token = 'hf_canary12345'")
+  train(
+    workdir, rounds=bad_rounds({6: np.nan}), config_text="model.token = 'hf_CanaryCanaryCanary'"
+  )
   folder = workdir / "flight" / "6"
   assert json.loads((folder / "why.json").read_text())["why"] == "bad step"
   assert (folder / "config.gin").read_text() == "model.token = '[redacted]'"

@@ -2,10 +2,9 @@
 
 import os
 import random
+import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 from jaxlab.io import orbax
 from jaxlab.train import metrics, signals
 from tests import forkserver
-from tests.train import tiny
+from tests.train import tiny, two_processes
 
 STEPS = 30
 
@@ -131,85 +130,61 @@ def test_interrupt_alone():
 # --- two processes
 
 
-def pair(root, port):
-  """Two processes of four virtual devices each, connected over gloo on loopback."""
-  environment = {k: v for k, v in os.environ.items() if "COORDINATOR" not in k}
-  environment |= {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(forkserver.ROOT),
-  }  # fmt: skip
-  root.mkdir(exist_ok=True)
-  processes = []
-  for i in range(2):
-    with open(root / f"log.{i}", "a") as log:
-      command = [sys.executable, "-m", "tests.train.two_processes", str(i), port, str(root)]
-      processes.append(
-        subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-      )
+def pair(fork, workdir):
+  """Two processes of four virtual devices each, connected over loopback; both are training."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  trained = fork.Semaphore(0)
+  processes = [
+    fork.Process(target=two_processes.main, args=(i, port, workdir, trained)) for i in range(2)
+  ]
+  for process in processes:
+    process.start()
+  if not (trained.acquire(timeout=60) and trained.acquire(timeout=60)):
+    end(processes, 0)
+    raise AssertionError("the two processes never trained")
   return processes
 
 
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return str(s.getsockname()[1])
-
-
-def wait(processes, seconds):
+def end(processes, seconds):
   """Exit codes of both; what is left after the time is killed."""
   deadline = time.monotonic() + seconds
-  try:
-    return [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
-  finally:
-    for p in processes:
-      p.kill()
+  for process in processes:
+    process.join(max(0.0, deadline - time.monotonic()))
+    process.kill()
+    process.join()
+  return [process.exitcode for process in processes]
 
 
-def wait_for(root, text, seconds=60):
-  deadline = time.monotonic() + seconds
-  while time.monotonic() < deadline:
-    if all(text in (root / f"log.{i}").read_text() for i in range(2)):
-      return
-    time.sleep(0.05)
-  raise AssertionError(f"{text!r} never came: {(root / 'log.0').read_text()[-2000:]}")
+def stop_pair(fork, workdir, told):
+  """Sends SIGTERM to one of two; returns the step that both saved."""
+  processes = pair(fork, workdir)
+  os.kill(processes[told].pid, signal.SIGTERM)
+  assert end(processes, 60) == [0, 0]
+  said = {(workdir / f"stopped.{i}").read_text() for i in range(2)}
+  assert len(said) == 1
+  found = re.search(r"a preemption notice after step (\d+) \(saved\)", said.pop())
+  return int(found[1])
 
 
-def last_lines(root):
-  return [(root / f"log.{i}").read_text().splitlines()[-1] for i in range(2)]
-
-
-def test_a_preemption_notice_to_one_of_two_processes(workdir):
-  """Both save the same step and exit 0; together they go on, and one process restores it."""
-  processes = pair(workdir, free_port())
-  try:
-    wait_for(workdir, "training")
-    processes[1].send_signal(signal.SIGTERM)
-    assert wait(processes, 60) == [0, 0], last_lines(workdir)
-  finally:
-    wait(processes, 0.1)
-  lines = last_lines(workdir)
-  assert lines[0] == lines[1] and lines[0].startswith("Stopped by a preemption notice after step")
-  step = int(lines[0].split("step ")[1].split()[0])
+def test_a_preemption_notice_to_one_of_two_processes(fork, workdir):
+  """Both save the same step and exit 0; one process can restore it."""
+  step = stop_pair(fork, workdir, told=1)
   assert [line["step"] for line in metrics.read(workdir)] == list(range(1, step + 1))
-  current, _ = tiny.start()
-  with orbax.CheckpointStore(workdir / "checkpoints") as store:
-    restored = store.restore_latest({"state": current, "key": jax.random.key(3)})
+  restored = final_state(workdir)
   assert restored.step == step and restored.state["state"].step == step
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_ends_the_other_and_the_rerun_resumes(workdir, victim):
-  processes = pair(workdir, free_port())
-  try:
-    wait_for(workdir, "training")
-    processes[victim].kill()
-    assert processes[1 - victim].wait(30) != 0  # heartbeat 10 s, and 5 s
-  finally:
-    wait(processes, 0.1)
-  processes = pair(workdir, free_port())
-  try:
-    wait_for(workdir, "training")
-    processes[0].send_signal(signal.SIGTERM)
-    assert wait(processes, 60) == [0, 0], last_lines(workdir)
-  finally:
-    wait(processes, 0.1)
+def test_a_lost_process_ends_the_other_and_the_rerun_resumes(fork, workdir, victim):
+  processes = pair(fork, workdir)
+  processes[victim].kill()
+  survivor = processes[1 - victim]
+  survivor.join(30)  # heartbeat 10 s, and 5 s
+  assert survivor.exitcode not in (None, 0)
+  before = len(metrics.read(workdir))
+  assert stop_pair(fork, workdir, told=0) >= min(5, before)
+  steps = [line["step"] for line in metrics.read(workdir)]
+  assert steps == list(range(1, len(steps) + 1))

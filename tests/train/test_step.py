@@ -39,7 +39,7 @@ def test_by_hand():
   assert after.trainable["w"] == 2 - 0.5 * 35 and after.step == 1
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 12])
 def test_every_split_gives_the_same_update(micro_batch):
   want, want_metrics = one_update(None)
   got, metrics = one_update(micro_batch)

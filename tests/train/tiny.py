@@ -103,7 +103,7 @@ def child(workdir: pathlib.Path, started, rounds=supervised, pause: float = 0.0,
   """A training process as a launcher makes one, with its exit code; `started` is set by step 1."""
 
   def slow(index, current):
-    time.sleep(pause)
+    time.sleep(pause if index else 0)
     return rounds(index, current)
 
   def on_round(done, current, values):

@@ -1,8 +1,6 @@
-"""One of two processes that train together: `python -m tests.train.two_processes ID PORT WORKDIR`.
+"""One of two processes that train together; rows and updates are spread over all devices."""
 
-Rows and parameters are spread over all devices; prints "training" after some steps.
-"""
-
+import os
 import pathlib
 import sys
 import time
@@ -15,7 +13,9 @@ from jaxlab.train import fit, signals
 from tests.train import tiny
 
 
-def main(process: int, port: str, workdir: pathlib.Path) -> int:
+def main(process: int, port: int, workdir: pathlib.Path, trained) -> None:
+  """Trains until it is told to stop; `trained` is released once after some steps."""
+  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
   with signals.Interrupt() as stop:
     jax.distributed.initialize(
       f"127.0.0.1:{port}", num_processes=2, process_id=process, initialization_timeout=60,
@@ -41,7 +41,7 @@ def main(process: int, port: str, workdir: pathlib.Path) -> int:
 
     def on_round(done, state, values):
       if done == 5:
-        print("training", flush=True)
+        trained.release()
 
     try:
       fit.fit(
@@ -50,10 +50,5 @@ def main(process: int, port: str, workdir: pathlib.Path) -> int:
         stop=stop,
       )  # fmt: skip
     except signals.Interrupted as stopped:
-      print(stopped, flush=True)
-      return stopped.exit_code
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main(int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])))
+      (workdir / f"stopped.{process}").write_text(str(stopped))
+      sys.exit(stopped.exit_code)
