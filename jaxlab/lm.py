@@ -1,6 +1,7 @@
 """A language model as one value, from Hugging Face, GGUF or our own checkpoints, and back."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from jaxlab.io import huggingface, orbax, receipt
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.models import causal_lm, zoo
 from jaxlab.nn import weights
+from jaxlab.parallel import rules
 from pallas_kernels import target
 
 PyTree = Any
@@ -157,7 +159,8 @@ def _choose_dtype(dtype, source: huggingface.Source, name: str):
   return chosen
 
 
-def _place(mesh: jax.sharding.Mesh | None):
+def _place(mesh: jax.sharding.Mesh | None, num_kv_heads: int | None = None):
+  """(path, kernel of host or device arrays) -> kernel where it belongs."""
   if mesh is None:
     return lambda path, x: jax.device_put(x)
-  raise NotImplementedError
+  return functools.partial(rules.shard_leaf, mesh=mesh, num_kv_heads=num_kv_heads)

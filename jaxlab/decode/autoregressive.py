@@ -119,9 +119,9 @@ class Sampler:
     for row, prompt in zip(tokens_BP, prompts, strict=True):
       row[: len(prompt)] = prompt
     state = prefill(
-      self, params, tokens_BP, np.asarray(lengths, np.int32), row_ids.astype(np.uint32), key, noise,
-      samples=samples, prefix=prefix,
-    )
+      self._programs, params, tokens_BP, np.asarray(lengths, np.int32), row_ids.astype(np.uint32),
+      key, noise, samples=samples, prefix=prefix,
+    )  # fmt: skip
     return self._decode_all(params, state, key, noise, len(set(lengths)) == 1, on_chunk)
 
   def _decode_all(self, params, state, key, noise, uniform, on_chunk) -> Completions:
@@ -129,7 +129,9 @@ class Sampler:
     out, index = _to_host(state), np.arange(rows)
     chunk = limit if on_chunk is None and not self.compact else self.chunk_tokens
     while not out.stopped_N.all() and int(state.step) < limit:
-      state = decode(self, params, state, key, noise, steps=min(chunk, limit), uniform=uniform)
+      state = decode(
+        self._programs, params, state, key, noise, steps=min(chunk, limit), uniform=uniform
+      )
       _scatter(out, _to_host(state), index)
       if on_chunk is not None:
         stop_N = on_chunk(out.tokens_NT, out.length_N)
@@ -142,6 +144,11 @@ class Sampler:
         keep = keep[: batch_bucket(len(live))]
         state, index = take_rows(state, jnp.asarray(keep)), index[keep]
     return out
+
+  @property
+  def _programs(self) -> "Sampler":
+    """Names the compiled programs: how often the host looks does not change them."""
+    return dataclasses.replace(self, chunk_tokens=CHUNK_TOKENS, compact=True)
 
   def _check(self, prompts, prefix: int) -> None:
     limit = self.module.config.max_positions

@@ -104,12 +104,13 @@ def write_receipt(
 def as_served(w: Any) -> Any:
   """A packed kernel as compressed-tensors decodes it: q * (s / g) in float32, then bfloat16.
 
-  Our own order is (q * s) / g; one number in some ten thousand is then another bfloat16.
+  Our own order is (q * s) / g. Exact ties between two bfloat16 are common (weights and e4m3 scales
+  have few bits), so the last float32 bit decides; XLA's division would change it, NumPy's is exact.
   """
   if not isinstance(w, weights.FP4Array):
     return w
-  scale = codec.decode_scale(w.scale) / w.tensor_scale[..., None, None]
-  values = codec.scale_blocks(codec.unpack_codes(w.codes), scale)
+  scale = np.asarray(codec.decode_scale(w.scale)) / np.asarray(w.tensor_scale)[..., None, None]
+  values = codec.scale_blocks(codec.unpack_codes(w.codes), jnp.asarray(scale))
   return jnp.swapaxes(values.astype(jnp.bfloat16).astype(jnp.float32), -1, -2)
 
 

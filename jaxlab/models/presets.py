@@ -1,7 +1,7 @@
-"""Public architectures as numbers, for plans, memory budgets and tests that have no weights at hand.
+"""Public architectures as numbers, for plans, memory budgets and tests without weights at hand.
 
 A preset is a `config.json` as transformers would write it; `zoo.from_config` makes the module.
-Source: the config.json files of `Qwen/Qwen2.5-*-Instruct`, as tabulated in arXiv 2412.15115 Table 1.
+Source: config.json of `Qwen/Qwen2.5-*-Instruct`; arXiv 2412.15115 Table 1.
 """
 
 from collections.abc import Callable

@@ -318,8 +318,10 @@ def partition_specs(
 
   def spec(key_path, x):
     axes = PART_AXES.get(key_path[-1].name, ()) if key_path else ("in", "out")
-    lead = [None] * (x.ndim - len(axes)) if axes else []
-    return jax.sharding.PartitionSpec(*lead, *(names[axis] for axis in axes))
+    found = [None] * (x.ndim - len(axes)) + [names[axis] for axis in axes]
+    while found and found[-1] is None:  # as jit spells it: another spelling is another compilation
+      found.pop()
+    return jax.sharding.PartitionSpec(*found)
 
   return jax.tree_util.tree_map_with_path(spec, leaf)
 

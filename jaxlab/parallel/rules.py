@@ -74,7 +74,7 @@ def leaf_specs(
     )
   in_axis, out_axis = _axes(name, leaf, mesh, num_kv_heads)
   if rest == ["bias"]:
-    return PartitionSpec(*[None] * (leaf.ndim - 1), out_axis)
+    return PartitionSpec(*[None] * (leaf.ndim - 1), out_axis) if out_axis else PartitionSpec()
   return weights.partition_specs(leaf, in_axis, out_axis, mesh, path)
 
 

@@ -175,6 +175,19 @@ def score(
   return spread(logp_RK), spread(entropy_RK)
 
 
+def map_rows(fn, batch: PackedBatch, rows: int | None):
+  """`fn(batch)` computed for `rows` rows at a time; None for all at once.
+
+  Strided like the micro-batches of a train step: each part has rows of every shard.
+  """
+  total = batch.tokens_RS.shape[0]
+  if rows is None or rows >= total:
+    return fn(batch)
+  split = lambda x: jnp.swapaxes(x.reshape(rows, total // rows, *x.shape[1:]), 0, 1)
+  join = lambda x: jnp.swapaxes(x, 0, 1).reshape(total, *x.shape[2:])
+  return jax.tree.map(join, jax.lax.map(fn, jax.tree.map(split, batch)))
+
+
 def make_objective(module: causal_lm.CausalLM, config: policy_gradient.PolicyGradientConfig):
   """The policy-gradient objective `(params, PackedBatch, key) -> (Weighted, metrics)`."""
 

@@ -19,7 +19,7 @@ from jaxlab import noise
 from jaxlab.decode import autoregressive
 from jaxlab.eval import records
 from jaxlab.nn import stack, weights
-from jaxlab.rl import advantages, batch, rewards
+from jaxlab.rl import advantages, batch, meter, rewards
 from jaxlab.rl import config as rl_config
 from jaxlab.train import fit, state
 from pallas_kernels import target
@@ -83,15 +83,15 @@ class Serving:
   """
 
   def __init__(self, frozen: PyTree):
-    self._unstacked = target.current_target().platform == "cpu"
-    if self._unstacked:
+    self.unpacked = target.current_target().platform == "cpu"
+    if self.unpacked:
       logging.info("rollouts: this is a CPU, so they use an unpacked float copy of the base.")
       frozen = stack.unstack(weights.densify(frozen))
     self._frozen = frozen
 
   def params(self, trainable: dict[str, jax.Array]) -> PyTree:
     """The policy with the given adapters and norms."""
-    return weights.merge(stack.unstack_paths(trainable) if self._unstacked else trainable, self._frozen)
+    return weights.merge(stack.unstack_paths(trainable) if self.unpacked else trainable, self._frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,11 @@ class RolloutSource:
     start = time.monotonic()
     sigma = 0.0 if self.config.aqn is None else self.config.aqn.sigma(step, self.config.steps)
     key = jax.random.fold_in(self.key, step)
+    drawn = self._noise(sigma, key)
     params = self.serving.params(train_state.trainable)
     groups, lengths, entropy = [], [], []
     for attempt in range(self.config.max_rollouts):
-      new, out = self._sample(params, step, attempt, key, sigma)
+      new, out = self._sample(params, step, attempt, key, drawn)
       groups += new
       lengths += [out.length_N]
       entropy += [out.entropy_NT.sum() / out.length_N.sum()]
@@ -131,26 +132,32 @@ class RolloutSource:
       "rollout_seconds": seconds,
       "rollout_tokens": int(sum(n.sum() for n in lengths)),
     }
-    if self.config.aqn is not None:
-      metrics["aqn/effective_std"] = self._effective_std(params, sigma, key)
+    if drawn is not None:
+      metrics["aqn/effective_std"] = self._effective_std(params, drawn)
     batches = self._batches(used, train_state)
+    if self.config.meter_every and step % self.config.meter_every == 0 and batches:
+      metrics |= meter.measure(
+        self.sampler.module, self.config.loss, train_state.trainable, self.frozen, batches[0],
+        drawn, unpacked=self.serving.unpacked, micro_rows=self.config.micro_rows,
+      )  # fmt: skip
     return fit.Round(batches, metrics, [g.answers[0].item.id for g in used])
 
-  def _effective_std(self, params: PyTree, sigma: float, key: jax.Array) -> float:
-    noisy = noise.perturb(
-      params, jnp.float32(sigma), jax.random.fold_in(key, 1), relative=self.config.aqn.relative
-    )
+  def _noise(self, sigma: float, key: jax.Array) -> autoregressive.Noise | None:
+    """The noise of a rollout; None only where the run has none, so that one program serves all."""
+    if self.config.aqn is None:
+      return None
+    drawn = jax.random.fold_in(key, 1)
+    return autoregressive.Noise(jnp.float32(sigma), drawn, self.config.aqn.relative)
+
+  def _effective_std(self, params: PyTree, drawn: autoregressive.Noise) -> float:
+    noisy = noise.perturb(params, drawn.sigma, drawn.key, relative=drawn.relative)
     return float(noise.effective_std(params, noisy))
 
-  def _sample(self, params, step: int, attempt: int, key, sigma: float):
+  def _sample(self, params, step: int, attempt: int, key, drawn: autoregressive.Noise | None):
     """One batch of groups; row ids and item positions of a later attempt never repeat a former's."""
     p, g = self.config.prompts, self.config.samples
     index = item_index(len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key)
     items, ids = self.prompts.take(index)
-    aqn = self.config.aqn
-    drawn = None
-    if aqn is not None:
-      drawn = autoregressive.Noise(jnp.float32(sigma), jax.random.fold_in(key, 1), aqn.relative)
     out = self.sampler(
       params, ids, jax.random.fold_in(key, 0), samples=g, prefix=self.prompts.prefix, noise=drawn,
       row_ids=range(attempt * p * g, (attempt + 1) * p * g),
@@ -220,13 +227,17 @@ class RolloutSource:
     )
 
   def _score(self, trainable, packed: batch.PackedBatch) -> jax.Array:
-    return score_step(self.sampler.module, self.config.loss, trainable, self.frozen, packed)
+    module, c = self.sampler.module, self.config
+    return score_step(module, c.loss, c.micro_rows, trainable, self.frozen, packed)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def score_step(module, loss, trainable, frozen, packed: batch.PackedBatch) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def score_step(
+  module, loss, micro_rows: int | None, trainable, frozen, packed: batch.PackedBatch
+) -> jax.Array:
   """Log-probabilities of packed answers under the given trainable arrays."""
-  return batch.score(module, weights.merge(trainable, frozen), packed, loss)[0]
+  params = weights.merge(trainable, frozen)
+  return batch.map_rows(lambda rows: batch.score(module, params, rows, loss)[0], packed, micro_rows)
 
 
 def item_index(

@@ -20,8 +20,8 @@ from jaxlab.objectives import clm
 from jaxlab.optim import config as optim
 from jaxlab.train import fit, guard, state, step
 
-# The gradient norm of a model that starts from noise rises tenfold within a few updates, once it has
-# found the task; the guard's own 6 sigmas would take that for a fault.
+# The gradient norm of a model that starts from noise rises tenfold within a few updates, once it
+# has found the task; the guard's own 6 sigmas would take that for a fault.
 GUARD_SIGMAS = 1e3
 CONFIG = {
   "architectures": ["Qwen2ForCausalLM"],

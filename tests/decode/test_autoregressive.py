@@ -21,6 +21,7 @@ CONFIG = causal_lm.CausalLMConfig(
 MODULE = causal_lm.CausalLM(CONFIG)
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [4], [20, 21, 22, 23])
 NEW = 10
+STOPS = tuple(range(60, 70))  # one token in ten ends a row
 LOGP = 1e-5  # nats, between decoding and the trainer's forward, float32
 KEY = jax.random.key(7)
 
@@ -32,7 +33,7 @@ def params():
   return jax.tree.map(noise, start)
 
 
-def sampler(stop_ids=(), compact=False, chunk_tokens=128, **settings):
+def sampler(stop_ids=STOPS, compact=False, chunk_tokens=128, **settings):
   config = sampling.SamplingConfig(**{"max_new_tokens": NEW} | settings)
   return autoregressive.Sampler(
     MODULE, config, stop_ids, chunk_tokens=chunk_tokens, compact=compact
@@ -58,7 +59,7 @@ def uniform(row_id: int, step: int) -> float:
   return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(KEY, row_id), step)))
 
 
-def twin(params, prompt, row_id, *, stop_ids=(), temperature=1.0, penalty=1.0) -> list[int]:
+def twin(params, prompt, row_id, *, temperature=1.0, penalty=1.0) -> list[int]:
   """The sampler as a plain Python loop: full forwards, float64, the same random numbers."""
   ids = list(prompt)
   for step in range(NEW):
@@ -67,7 +68,7 @@ def twin(params, prompt, row_id, *, stop_ids=(), temperature=1.0, penalty=1.0) -
     x = np.where(seen, np.where(x > 0, x / penalty, x * penalty), x)
     p = np.exp((x - x.max()) / temperature)
     ids.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniform(row_id, step), side="right")))
-    if ids[-1] in stop_ids:
+    if ids[-1] in STOPS:
       break
   return ids[len(prompt) :]
 
@@ -75,36 +76,39 @@ def twin(params, prompt, row_id, *, stop_ids=(), temperature=1.0, penalty=1.0) -
 # --- the same as without cache, loop and batch
 
 
-@pytest.mark.parametrize("form", ["stacked", "list"])
-def test_greedy_is_the_argmax_of_full_forwards(params, form):
-  form = params if form == "stacked" else stack.unstack(params)
-  out = sampler(temperature=0.0)(form, PROMPTS, KEY)
+@pytest.fixture(scope="module")
+def greedy(params):
+  return sampler((), temperature=0.0)(params, PROMPTS, KEY)
+
+
+def test_greedy_is_the_argmax_of_full_forwards(params, greedy):
   for row, prompt in enumerate(PROMPTS):
     ids = list(prompt)
     for _ in range(NEW):
       ids.append(int(last_logits(params, ids).argmax()))
-    assert out.ids(row) == ids[len(prompt) :]
+    assert greedy.ids(row) == ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"repetition_penalty": 1.5}])
+def test_a_list_of_layers_is_sampled_alike(params, greedy):
+  listed = sampler((), temperature=0.0)(stack.unstack(params), PROMPTS, KEY)
+  assert rows(listed) == rows(greedy)
+  np.testing.assert_allclose(listed.logp_NT, greedy.logp_NT, atol=LOGP)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "penalty": 1.5}])
 def test_the_loop_is_its_plain_python_twin(params, settings):
-  stop_ids = tuple(range(60, 75))  # one token in six ends a row
-  out = sampler(stop_ids, **settings)(params, PROMPTS, KEY)
-  own = {"temperature": settings.get("temperature", 1.0)}
-  own["penalty"] = settings.get("repetition_penalty", 1.0)
-  expected = [
-    twin(params, p, i, stop_ids=stop_ids, **own) for i, p in enumerate(PROMPTS)
-  ]
-  assert rows(out) == expected
+  own = {"repetition_penalty" if k == "penalty" else k: v for k, v in settings.items()}
+  out = sampler(**own)(params, PROMPTS, KEY)
+  assert rows(out) == [twin(params, p, i, **settings) for i, p in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 0.7, "top_k": 4}])
-def test_recorded_log_probabilities_are_the_trainers(params, settings):
-  out = sampler(**settings)(params, PROMPTS, KEY)
+def test_recorded_log_probabilities_are_the_trainers(params):
+  out = sampler((), temperature=0.7, top_k=4)(params, PROMPTS, KEY)
   start_B = np.array([len(p) for p in PROMPTS])
   tokens_BS = np.zeros((len(PROMPTS), start_B.max() + NEW), np.int32)
   for i, prompt in enumerate(PROMPTS):
     tokens_BS[i, : len(prompt) + NEW] = [*prompt, *out.ids(i)]
+  tokens_BS = jnp.asarray(tokens_BS)
   hidden_BSD, _ = MODULE.apply({"params": params}, tokens_BS, method="hidden")
   head = lambda x: MODULE.apply({"params": params}, x, method="head")
   tables = policy_gradient.chunked_logprobs(
@@ -114,8 +118,7 @@ def test_recorded_log_probabilities_are_the_trainers(params, settings):
   logp_BT, entropy_BT = (np.take_along_axis(np.asarray(x), at_BT, 1) for x in tables)
   np.testing.assert_allclose(out.logp_NT, logp_BT, atol=LOGP)
   np.testing.assert_allclose(out.entropy_NT, entropy_BT, atol=10 * LOGP)
-  kept = out.logp_kept_NT - out.logp_NT
-  assert (kept > 0).all() if "top_k" in settings else not kept.any()
+  assert (out.logp_kept_NT > out.logp_NT).all(), "four tokens hold less than all of it"
 
 
 def test_first_tokens_come_as_often_as_softmax_says(params):
@@ -131,8 +134,8 @@ def test_first_tokens_come_as_often_as_softmax_says(params):
 
 def test_a_packed_model_is_sampled_as_its_dense_copy(params):
   packed = quant.quantize(params)
-  a = sampler(temperature=0.0)(packed, PROMPTS, KEY)
-  b = sampler(temperature=0.0)(weights.densify(stack.unstack(packed)), PROMPTS, KEY)
+  a = sampler((), temperature=0.0)(packed, PROMPTS, KEY)
+  b = sampler((), temperature=0.0)(weights.densify(packed), PROMPTS, KEY)
   assert rows(a) == rows(b)
   np.testing.assert_allclose(a.logp_NT, b.logp_NT, atol=LOGP)
 
@@ -143,12 +146,12 @@ def test_a_packed_model_is_sampled_as_its_dense_copy(params):
 @pytest.fixture(scope="module")
 def alone(params):
   """Each row by itself, with the id that it has in the batches below."""
-  one = sampler(tuple(range(60, 65)))
+  one = sampler()
   return [one(params, [p], KEY, row_ids=[i]).ids(0) for i, p in enumerate(PROMPTS)]
 
 
 def test_rows_do_not_see_each_other(params, alone):
-  one = sampler(tuple(range(60, 65)))
+  one = sampler()
   assert rows(one(params, PROMPTS, KEY)) == alone
   order = [2, 0, 3, 1]
   mixed = one(params, [PROMPTS[i] for i in order], KEY, row_ids=order)
@@ -162,7 +165,7 @@ def test_expanding_a_group_is_repeating_its_prompt(params):
   expanded = one(params, PROMPTS, KEY, samples=3)
   repeated = one(params, [p for p in PROMPTS for _ in range(3)], KEY)
   assert rows(expanded) == rows(repeated)
-  assert len({tuple(r) for r in rows(expanded)}) == 12
+  assert len({tuple(r) for r in rows(expanded)}) > 8, "samples of a group differ"
   np.testing.assert_allclose(expanded.logp_NT, repeated.logp_NT, atol=LOGP)
 
 
@@ -171,18 +174,17 @@ def test_a_shared_prefix_changes_nothing(params):
   assert autoregressive.common_prefix(prompts) == 5
   assert autoregressive.common_prefix([[1, 2], [1, 2, 3]]) == 1  # each keeps one of its own
   one = sampler()
-  for form in (params, stack.unstack(params)):
-    plain, shared = one(form, prompts, KEY), one(form, prompts, KEY, prefix=5)
-    assert rows(plain) == rows(shared)
-    np.testing.assert_allclose(plain.logp_NT, shared.logp_NT, atol=LOGP)
+  plain, shared = one(params, prompts, KEY), one(params, prompts, KEY, prefix=5)
+  assert rows(plain) == rows(shared)
+  np.testing.assert_allclose(plain.logp_NT, shared.logp_NT, atol=LOGP)
 
 
 def test_compaction_and_chunks_change_nothing(params):
-  prompts, stop_ids = [[i] for i in range(20)], tuple(range(50, 80))
+  prompts, stop_ids = [[i] for i in range(10)], tuple(range(40, 80))
   plain = sampler(stop_ids)(params, prompts, KEY, samples=2)
-  compacted = sampler(stop_ids, compact=True, chunk_tokens=2)(params, prompts, KEY, samples=2)
-  live = (plain.length_N > 3).sum()
-  assert 0 < live <= 16, "some rows must go on after most have ended"
+  compacted = sampler(stop_ids, compact=True, chunk_tokens=1)(params, prompts, KEY, samples=2)
+  live = (plain.length_N > 4).sum()
+  assert 0 < live <= 8, "some rows must go on after most have ended"
   assert rows(compacted) == rows(plain)
   for field in ("logp_NT", "entropy_NT"):
     np.testing.assert_allclose(getattr(compacted, field), getattr(plain, field), atol=LOGP)
@@ -204,8 +206,8 @@ def test_left_padding_is_a_choice_of_positions(params, pads):
 # --- ends
 
 
-def test_a_stop_token_counts_once_and_nothing_follows(params):
-  free = sampler(temperature=0.0)(params, PROMPTS, KEY)
+def test_a_stop_token_counts_once_and_nothing_follows(params, greedy):
+  free = greedy
   stop = int(free.tokens_NT[0, 4])
   at = free.tokens_NT[0].tolist().index(stop)  # its first appearance
   one = dataclasses.replace(sampler((stop, 500), temperature=0.0), pad_id=stop)
@@ -220,23 +222,23 @@ def test_a_stop_token_counts_once_and_nothing_follows(params):
 
 
 def test_one_token_is_a_generation_too(params):
-  out = sampler(temperature=0.0, max_new_tokens=1)(params, PROMPTS, KEY)
+  out = sampler((), temperature=0.0, max_new_tokens=1)(params, PROMPTS, KEY)
   assert rows(out) == [[int(last_logits(params, p).argmax())] for p in PROMPTS]
 
 
-def test_the_host_may_stop_rows_between_chunks(params):
+def test_the_host_may_stop_rows_between_chunks(params, greedy):
   calls = []
 
   def on_chunk(tokens_NT, length_N):
     calls.append(length_N.copy())
     return np.array([True, False, False, False]) if len(calls) == 2 else None
 
-  one = sampler(chunk_tokens=3)
+  one = sampler((), chunk_tokens=3, temperature=0.0)
   out = one(params, PROMPTS, KEY, on_chunk=on_chunk)
   assert [c.tolist() for c in calls[:2]] == [[4] * 4, [7] * 4]
   assert out.length_N.tolist() == [7, NEW, NEW, NEW]
   assert out.stopped_N.tolist() == [True, False, False, False]
-  assert out.ids(0) == sampler()(params, PROMPTS, KEY).ids(0)[:7]
+  assert rows(out) == [greedy.ids(0)[:7], *rows(greedy)[1:]]
 
 
 # --- noise
@@ -248,7 +250,7 @@ def test_noise_of_zero_is_no_noise_and_more_is_the_same_for_a_key(params):
   clean, zero = one(params, PROMPTS, KEY), one(params, PROMPTS, KEY, noise=noise(0.0))
   assert rows(clean) == rows(zero) and (clean.logp_NT == zero.logp_NT).all()
   loud = one(params, PROMPTS, KEY, noise=noise(0.3))
-  again = one(stack.unstack(params), PROMPTS, KEY, noise=noise(0.3))
+  again = one(params, PROMPTS, KEY, noise=noise(0.3))
   assert (loud.logp_NT != clean.logp_NT).any()
   assert rows(loud) == rows(again)
 
@@ -257,7 +259,7 @@ def test_noise_of_zero_is_no_noise_and_more_is_the_same_for_a_key(params):
 
 
 def test_programs_are_as_many_as_buckets(params):
-  one = sampler(tuple(range(60, 65)), max_new_tokens=9)
+  one = sampler(max_new_tokens=9)
   before = autoregressive.prefill._cache_size(), autoregressive.decode._cache_size()
 
   def compiled():
@@ -269,6 +271,7 @@ def test_programs_are_as_many_as_buckets(params):
   other = jax.tree.map(lambda x: x * 1.1, params)  # adapters and norms are arguments
   one(other, [p[::-1] for p in PROMPTS], jax.random.key(8))
   one(params, [[1] * 16, [2], [3, 3], [4]], KEY)
+  dataclasses.replace(one, chunk_tokens=2)(params, PROMPTS, KEY)
   assert compiled() == (1, 1), "same bucket, same programs"
   one(params, [[1] * 17, [2], [3, 3], [4]], KEY)
   assert compiled() == (2, 2), "the next bucket"

@@ -31,7 +31,10 @@ def params(kind: str):
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shapes = jax.eval_shape(MODULE.init, jax.random.key(0), tokens)["params"]
   random = np.random.default_rng(0)
-  made = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 12, x.dtype), shapes)
+  made = weights.map_leaves(
+    lambda path, x: jnp.asarray(random.normal(size=x.shape) / 12 + path.endswith("norm"), x.dtype),
+    shapes,
+  )
   if kind == "dense":
     return made
   if kind == "nvfp4":

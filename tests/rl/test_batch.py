@@ -244,7 +244,7 @@ def updates():
 
   optimizer = guard.guarded(optax.sgd(1.0))
   found = {}
-  for micro in (None, 2, 1):
+  for micro in (None, 1):
     train_step = step.make_train_step(objective, optimizer, micro_batch=micro)
     for which, name in enumerate(LOSSES):
       trainable, frozen = weights.partition(params(), lambda path: "layers" in path)
@@ -260,10 +260,9 @@ def updates():
 def test_any_split_into_micro_batches_gives_the_same_update(loss, updates):
   value, grads = updates[loss, None]
   assert max(float(jnp.abs(g).max()) for g in grads.values()) > 0.01
-  for micro in (2, 1):
-    split_value, split_grads = updates[loss, micro]
-    assert split_value == pytest.approx(value, abs=1e-6)
-    assert_close(split_grads, grads, rtol=0, atol=2e-6)
+  split_value, split_grads = updates[loss, 1]
+  assert split_value == pytest.approx(value, abs=1e-6)
+  assert_close(split_grads, grads, rtol=0, atol=2e-6)
 
 
 def test_bnpo_is_the_mean_over_micro_batches_that_hold_sequences(updates, plain):
@@ -297,7 +296,7 @@ def test_masters_in_float32_move_where_bfloat16_stands_still():
 
 def test_the_train_step_holds_neither_a_dense_model_nor_all_logits():
   """A deep, narrow model whose dense kernels and logits would each dwarf all that is needed."""
-  depth, width, vocab, rows, per_row, length = 24, 256, 16_384, 4, 4, 64
+  depth, width, vocab, rows, per_row, length = 64, 256, 262_144, 2, 2, 64
   module = causal_lm.CausalLM(
     causal_lm.CausalLMConfig(
       vocab_size=vocab, width=width, num_layers=depth, num_heads=4, num_kv_heads=4, head_dim=64,
@@ -319,7 +318,7 @@ def test_the_train_step_holds_neither_a_dense_model_nor_all_logits():
     for i in range(rows * per_row)
   ]
   packed = batch.pack(answers, per_row=per_row, max_answer=length)
-  objective = batch.make_objective(module, pg.PolicyGradientConfig(chunk_tokens=64))
+  objective = batch.make_objective(module, pg.PolicyGradientConfig(chunk_tokens=8))
   train_step = step.make_train_step(objective, optimizer)
   lowered = train_step.lower(train_state, frozen, packed, jax.random.key(0))
   temporary = lowered.compile().memory_analysis().temp_size_in_bytes

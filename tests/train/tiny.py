@@ -100,7 +100,8 @@ def train(workdir: pathlib.Path, **settings) -> state.TrainState:
 
 
 def child(workdir: pathlib.Path, started, rounds=supervised, pause: float = 0.0, **settings):
-  """A training process as a launcher makes one, with its exit code; `started` is set by step 1."""
+  """A training process as a launcher makes one, with its exit code; `started` is set by its first
+  step."""
 
   def slow(index, current):
     time.sleep(pause if index else 0)
@@ -112,6 +113,7 @@ def child(workdir: pathlib.Path, started, rounds=supervised, pause: float = 0.0,
   with signals.Interrupt() as stop:
     try:
       train(workdir, rounds=slow, on_round=on_round, stop=stop, **settings)
+      started.set()  # also if nothing was left to do
     except signals.Interrupted as stopped:
       print(stopped, flush=True)
       raise SystemExit(stopped.exit_code) from None
