@@ -89,7 +89,8 @@ def load(
   config, source = huggingface.load_config(path), huggingface.load_source(path)
   dtype = _choose_dtype(dtype, source, name)
   module = zoo.from_config(config, dtype)
-  params = huggingface.load_params(path, module, dtype, place=_place(mesh))
+  place = _place(mesh, module.config.num_kv_heads)
+  params = huggingface.load_params(path, module, dtype, place=place)
   return LM(module, params, config, huggingface.load_tokenizer(path), name, source)
 
 
@@ -127,14 +128,14 @@ def export(
 
 def _load_own(name, path, dtype, mesh) -> LM:
   params, meta = orbax.load_params(path / PARAMS)
-  if mesh is not None:
-    params = weights.map_leaves(_place(mesh), params)
   if dtype is None and target.current_target().platform == "cpu":
     dtype = jnp.float32
   if dtype is not None:
     params = _cast_dense(params, dtype)
   config = huggingface.load_config(path)
   module = zoo.from_config(config, dtype or jnp.dtype(meta["dtype"]))
+  if mesh is not None:
+    params = weights.map_leaves(_place(mesh, module.config.num_kv_heads), params)
   source = huggingface.Source(path, **meta["source"])
   return LM(module, params, config, huggingface.load_tokenizer(path), name, source)
 
@@ -159,7 +160,7 @@ def _choose_dtype(dtype, source: huggingface.Source, name: str):
   return chosen
 
 
-def _place(mesh: jax.sharding.Mesh | None, num_kv_heads: int | None = None):
+def _place(mesh: jax.sharding.Mesh | None, num_kv_heads: int):
   """(path, kernel of host or device arrays) -> kernel where it belongs."""
   if mesh is None:
     return lambda path, x: jax.device_put(x)

@@ -55,9 +55,7 @@ def main(run: common.Run) -> dict:
   }  # fmt: skip
 
 
-def quantize_by_group(
-  lm: jaxlab.LM, quantize: Callable
-) -> tuple[jaxlab.LM, dict[str, np.ndarray]]:
+def quantize_by_group(lm: jaxlab.LM, quantize: Callable) -> tuple[jaxlab.LM, dict[str, np.ndarray]]:
   """The model with quantised layers, and {linear: relative error of each layer}; shows progress.
 
   A group's dense kernels are dropped before the next one is packed.

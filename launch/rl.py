@@ -22,8 +22,14 @@ def main(run: common.Run) -> dict:
   with signals.Interrupt() as stop:
     lm = jaxlab.load(config.model_path(run.workdir))
     return experiment.run(
-      lm, data, config, quantize, workdir=run.workdir, seed=run.seed,
-      config_text=registry.operative_config(), stop=stop,
+      lm,
+      data,
+      config,
+      quantize,
+      workdir=run.workdir,
+      seed=run.seed,
+      config_text=registry.operative_config(),
+      stop=stop,
     )
 
 

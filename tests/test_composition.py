@@ -1,4 +1,4 @@
-"""Every pair of methods from different seams runs two steps on a tiny model, and writes README's matrix.
+"""Every pair of methods from different seams runs on a tiny model, and makes README's matrix.
 
 `JAXLAB_WRITE_MATRIX=1 pytest tests/test_composition.py` renews the table; without it the test only
 compares.
@@ -106,8 +106,8 @@ def _logits(params, tokens_BT):
 
 def _greedy(params, prompt) -> list[int]:
   tokens = list(prompt)
-  for _ in range(3):
-    padded = jnp.asarray([tokens + [0] * (8 - len(tokens))])  # one shape; causal, so pads are unseen
+  for _ in range(3):  # padded to one shape; causal, so the pads are unseen
+    padded = jnp.asarray([tokens + [0] * (8 - len(tokens))])
     tokens.append(int(_logits(params, padded)[0, len(tokens) - 1].argmax()))
   return tokens[len(prompt) :]
 

@@ -35,9 +35,7 @@ class LayerCache:
     self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
   ) -> "LayerCache":
     """Writes T new tokens at slots write .. write + T - 1 of each row."""
-    return dataclasses.replace(
-      self, k=self._write(self.k, k_BTKH), v=self._write(self.v, v_BTKH)
-    )
+    return dataclasses.replace(self, k=self._write(self.k, k_BTKH), v=self._write(self.v, v_BTKH))
 
   def _write(self, store, new_BTKH):
     new_BKTH = jnp.swapaxes(new_BTKH, 1, 2).astype(store.dtype)
@@ -85,8 +83,14 @@ class KVCache:
 
 
 def init_cache(
-  *, num_layers: int, batch: int, num_kv_heads: int, num_slots: int, head_dim: int,
-  dtype: jax.typing.DTypeLike, stacked: bool,
+  *,
+  num_layers: int,
+  batch: int,
+  num_kv_heads: int,
+  num_slots: int,
+  head_dim: int,
+  dtype: jax.typing.DTypeLike,
+  stacked: bool,
 ) -> KVCache:
   """An empty cache whose next slot is 0 in every row."""
   shape = (batch, num_kv_heads, num_slots, head_dim)

@@ -60,7 +60,9 @@ class GRPOUpdate:
   The head runs on answer positions only, as ours does. `run()` returns the loss as a float.
   """
 
-  def __init__(self, model: Any, data: packing.PackedBatch, *, rank: int, lr: float, clip_norm: float):
+  def __init__(
+    self, model: Any, data: packing.PackedBatch, *, rank: int, lr: float, clip_norm: float
+  ):
     self._torch, _ = require()
     peft = importlib.import_module("peft")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

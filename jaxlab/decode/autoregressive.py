@@ -198,7 +198,12 @@ def prefill(
   cache = _prefix_cache(sampler, variables, tokens_BP, prefix)
   positions_BP = jnp.broadcast_to(jnp.arange(prefix, p)[None], (b, p - prefix))
   hidden_BPD, cache = module.apply(
-    variables, tokens_BP[:, prefix:], positions_BP, None, cache.at(jnp.int32(prefix)), method="hidden"
+    variables,
+    tokens_BP[:, prefix:],
+    positions_BP,
+    None,
+    cache.at(jnp.int32(prefix)),
+    method="hidden",
   )
   index_B11 = (length_B - 1 - prefix)[:, None, None]
   last_BD = jnp.take_along_axis(hidden_BPD, index_B11, axis=1)[:, 0]
@@ -243,14 +248,14 @@ def _prefix_cache(sampler: Sampler, variables, tokens_BP, prefix: int) -> kv.KVC
   )
   if not prefix:
     return cache
-  _, cache = sampler.module.apply(variables, tokens_BP[:1, :prefix], None, None, cache, method="hidden")
+  _, cache = sampler.module.apply(
+    variables, tokens_BP[:1, :prefix], None, None, cache, method="hidden"
+  )
   repeat = lambda x: jnp.repeat(x, b, axis=x.ndim - 4)
   return jax.tree.map(repeat, dataclasses.replace(cache, write=None))
 
 
-@functools.partial(
-  jax.jit, static_argnames=("sampler", "uniform"), donate_argnames=("state",)
-)
+@functools.partial(jax.jit, static_argnames=("sampler", "uniform"), donate_argnames=("state",))
 def decode(
   sampler: Sampler, params, state: DecodeState, key, noise, *, steps: int | Int[Array, ""],
   uniform: bool,
@@ -318,8 +323,10 @@ def take_rows(state: DecodeState, keep_M: Int[Array, "M"]) -> DecodeState:
 
 
 def _noisy(params, noise: Noise | None):
-  return params if noise is None else aqn.perturb(
-    params, noise.sigma, noise.key, relative=noise.relative
+  return (
+    params
+    if noise is None
+    else aqn.perturb(params, noise.sigma, noise.key, relative=noise.relative)
   )
 
 

@@ -55,7 +55,9 @@ class Draw:
 
   token_N: Int[Array, "N"]
   logp_N: Float32[Array, "N"]  # under softmax(logits / temperature), before any truncation
-  logp_kept_N: Float32[Array, "N"]  # renormalised over the kept tokens; mixing the two biases ratios
+  logp_kept_N: Float32[
+    Array, "N"
+  ]  # renormalised over the kept tokens; mixing the two biases ratios
   entropy_N: Float32[Array, "N"]
 
 

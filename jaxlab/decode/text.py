@@ -77,9 +77,7 @@ def make_sampler(lm: Any, config: sampling.SamplingConfig) -> autoregressive.Sam
   return autoregressive.Sampler(lm.module, config, tuple(tokenizer.eos_ids), tokenizer.pad_id)
 
 
-def encode_prompts(
-  tokenizer: tokenizers.Tokenizer, prompts: Sequence[Prompt]
-) -> list[list[int]]:
+def encode_prompts(tokenizer: tokenizers.Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
   """Token ids of every prompt. Texts get the tokenizer's own bos, unless they begin with it."""
   conversations = [p for p in prompts if not isinstance(p, str)]
   rendered = iter(tokenizer.apply_chat_templates(conversations) if conversations else ())

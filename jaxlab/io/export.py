@@ -32,19 +32,31 @@ MAX_SHARD_BYTES = 5_000_000_000  # transformers' own limit
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-  """A temporary neighbour of `folder`, renamed to it at the end and removed on an error."""
+def new_folder(
+  folder: str | os.PathLike[str], *, replaces: str | None = None
+) -> Iterator[pathlib.Path]:
+  """A temporary neighbour of `folder`, renamed to it at the end and removed on an error.
+
+  Args:
+    folder: new or empty.
+    replaces: name of a file; a folder that has it may also be there, and is replaced.
+  """
   folder = pathlib.Path(folder)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+  used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+  if used and not (replaces and (folder / replaces).is_file()):
     raise ValueError(f"save: {str(folder)!r} must be new or empty. Choose another folder.")
   folder.parent.mkdir(parents=True, exist_ok=True)
   part = files.temporary_name(folder)
+  old = part.with_suffix(".old")
   part.mkdir()
   try:
     yield part
-    os.replace(part, folder)  # over an empty folder, or none
+    if used:
+      os.replace(folder, old)  # a kill between these two lines leaves neither: absent, not half
+    os.replace(part, folder)
   finally:
     shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_folder(

@@ -57,13 +57,15 @@ def save_adapter(
 ) -> None:
   """Writes the adapters of `params` (and the trained norms) as a PEFT folder, complete or absent.
 
+  An older adapter folder there is replaced.
+
   Args:
     params: with adapters attached by `config`; stacked or not.
     base: name or path of the base model, for `base_model_name_or_path`.
   Raises: ValueError if a target of the config has no adapter in `params`.
   """
   tensors = {PREFIX + name: x for name, x in _adapter_tensors(params, config).items()}
-  with export.new_folder(folder) as part:
+  with export.new_folder(folder, replaces=CONFIG) as part:
     text = json.dumps(_peft_config(config, base), indent=2, sort_keys=True) + "\n"
     (part / CONFIG).write_text(text, encoding="utf-8")
     st.write_safetensors(part / WEIGHTS, tensors)

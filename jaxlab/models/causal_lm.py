@@ -188,8 +188,13 @@ def init_cache(
 ) -> kv.KVCache:
   """An empty cache for `batch` rows of up to `num_slots` positions."""
   return kv.init_cache(
-    num_layers=config.num_layers, batch=batch, num_kv_heads=config.num_kv_heads,
-    num_slots=num_slots, head_dim=config.head_dim, dtype=dtype, stacked=stacked,
+    num_layers=config.num_layers,
+    batch=batch,
+    num_kv_heads=config.num_kv_heads,
+    num_slots=num_slots,
+    head_dim=config.head_dim,
+    dtype=dtype,
+    stacked=stacked,
   )
 
 

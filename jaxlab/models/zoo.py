@@ -84,7 +84,9 @@ def rope_config(config: dict[str, Any]) -> rotary.RopeConfig:
 
 def _required(config: dict[str, Any], field: str) -> Any:
   if config.get(field) is None:
-    raise ValueError(f"config.json: field {field!r} is missing. Fetch the model's own config again.")
+    raise ValueError(
+      f"config.json: field {field!r} is missing. Fetch the model's own config again."
+    )
   return config[field]
 
 

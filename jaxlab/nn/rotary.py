@@ -6,7 +6,6 @@ Source: arXiv 2104.09864 §3; scaling of Llama 3.1 as in its released configs (`
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int

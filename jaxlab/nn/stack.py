@@ -43,9 +43,7 @@ def run_layers(
   def body(carry, xs):
     x, cache = carry
     index, scanned_i = xs
-    params = [
-      _at(w, index) if s is None else s for w, s in zip(leaves, scanned_i, strict=True)
-    ]
+    params = [_at(w, index) if s is None else s for w, s in zip(leaves, scanned_i, strict=True)]
     layer_cache = None if cache is None else cache.layer(index)
     x, layer_cache, stats = block(jax.tree.unflatten(treedef, params), x, layer_cache)
     cache = None if cache is None else cache.with_layer(index, layer_cache)

@@ -8,7 +8,6 @@ adapters, optimisers and checkpoints see an ordinary pytree. Packed codes keep t
 Dims: M flattened rows, I in, O out, R rank; `*stack` is `[L]` for stacked layers or empty.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -155,10 +154,14 @@ def matmul(x: Float[Array, "*rows I"], w: Any) -> Float[Array, "*rows O"]:
     case jax.Array():
       return x @ w.astype(x.dtype)
     case _:
-      raise TypeError(f"matmul: the kernel must be an array or a leaf of weights.py; got {type(w)}.")
+      raise TypeError(
+        f"matmul: the kernel must be an array or a leaf of weights.py; got {type(w)}."
+      )
 
 
-def matmul_many(x: Float[Array, "*rows I"], ws: Sequence[Any]) -> tuple[Float[Array, "*rows O"], ...]:
+def matmul_many(
+  x: Float[Array, "*rows I"], ws: Sequence[Any]
+) -> tuple[Float[Array, "*rows O"], ...]:
   """`matmul` of one input with several kernels (q/k/v, gate/up).
 
   Adapters of equal rank share one thin product x @ [a1 a2 ...], 9-12 % of the decode throughput in
@@ -171,11 +174,14 @@ def matmul_many(x: Float[Array, "*rows I"], ws: Sequence[Any]) -> tuple[Float[Ar
   splits = [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)]
   latents = jnp.split(down, splits, axis=-1)
   return tuple(
-    matmul(x, w.base) + (z @ w.b.astype(x.dtype)) * w.scale for w, z in zip(ws, latents, strict=True)
+    matmul(x, w.base) + (z @ w.b.astype(x.dtype)) * w.scale
+    for w, z in zip(ws, latents, strict=True)
   )
 
 
-def broadcast_bias(bias_O: Float[Array, "O"], y: Float[Array, "*rows O"]) -> Float[Array, "*ones O"]:
+def broadcast_bias(
+  bias_O: Float[Array, "O"], y: Float[Array, "*rows O"]
+) -> Float[Array, "*ones O"]:
   """The bias with y's rank and dtype (rank promotion is an error in our tests)."""
   return bias_O.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias_O.shape)
 
@@ -259,7 +265,9 @@ def partition(
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   trainable = {path_str(p): x for p, x in flat if is_trainable(path_str(p))}
   if not trainable:
-    raise ValueError("partition: no parameter matches. Attach LoRA or choose other trainable paths.")
+    raise ValueError(
+      "partition: no parameter matches. Attach LoRA or choose other trainable paths."
+    )
   rest = [None if path_str(p) in trainable else x for p, x in flat]
   return trainable, jax.tree.unflatten(treedef, rest)
 
@@ -334,7 +342,8 @@ def _check_shards(leaf, in_axis, out_axis, mesh, path):
     if size % (unit * shards):
       raise ValueError(
         f"partition_specs: {path}: every shard must hold whole {reason or 'features'}; got "
-        f"{side} = {size} over {axis} = {shards}, {size / shards:g} a shard. Choose a smaller {axis}."
+        f"{side} = {size} over {axis} = {shards}, {size / shards:g} a shard. "
+        f"Choose a smaller {axis}."
       )
 
 

@@ -38,6 +38,10 @@ class OptimizerConfig:
       case _:
         lr = schedules.warmup_cosine(self.lr, total_updates, self.warmup)
     return adamw.adamw(
-      lr, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay,
+      lr,
+      b1=self.b1,
+      b2=self.b2,
+      eps=self.eps,
+      weight_decay=self.weight_decay,
       clip_norm=self.clip_norm,
     )

@@ -53,10 +53,10 @@ class MeshConfig:
     Raises: ValueError unless their product is `devices`.
     """
     sizes = dataclasses.astuple(self)
+    rule = "its fixed axes must divide" if -1 in sizes else "it must multiply to"
     fixed = math.prod(size for size in sizes if size != -1)
     sizes = tuple(devices // fixed if size == -1 else size for size in sizes)
     if math.prod(sizes) != devices:
-      rule = "its fixed axes must divide" if -1 in dataclasses.astuple(self) else "it must multiply to"
       raise ValueError(
         f"make_mesh: {rule} the number of devices; got {self}, which makes {fixed}, and {devices} "
         "devices. Change one axis, or give it -1 for the rest."
@@ -64,9 +64,7 @@ class MeshConfig:
     return sizes
 
 
-def make_mesh(
-  config: MeshConfig, devices: Sequence[Any] | None = None
-) -> jax.sharding.Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
   """The mesh with axes (data, fsdp, tensor, sequence); XLA derives the communication.
 
   Args:
@@ -103,9 +101,9 @@ def lay_slices(shape: tuple[int, ...], slices: int, devices: Sequence[Any]) -> n
 def initialize_processes(environment: Mapping[str, str] = os.environ) -> bool:
   """Connects the processes of one run, if the environment says that there are several.
 
-  Must come before anything else asks JAX for devices. Under SLURM, Open MPI, GKE and, with
-  `jax[k8s]` installed, other Kubernetes jobs JAX finds the processes itself; on plain TPU VMs, which
-  tell nothing in their environment, JAXLAB_DISTRIBUTED=1 asks it to. Elsewhere set
+  Must come before anything else asks JAX for devices. Under SLURM, Open MPI, TPUs on GKE and, with
+  `jax[k8s]` installed, indexed Kubernetes jobs JAX finds the processes itself; on plain TPU VMs,
+  whose environment tells nothing, JAXLAB_DISTRIBUTED=1 asks it to. Elsewhere set
   JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   Returns: whether the processes are connected; False for a program that runs alone.

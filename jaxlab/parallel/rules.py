@@ -37,9 +37,7 @@ def batch_spec() -> PartitionSpec:
   return PartitionSpec(ROWS)
 
 
-def param_specs(
-  params: PyTree, mesh: Mesh, *, num_kv_heads: int | None = None
-) -> PyTree:
+def param_specs(params: PyTree, mesh: Mesh, *, num_kv_heads: int | None = None) -> PyTree:
   """The PartitionSpec of every array of a causal LM, in the structure of `params`.
 
   Args:
@@ -55,9 +53,7 @@ def param_specs(
   )
 
 
-def leaf_specs(
-  path: str, leaf: Any, mesh: Mesh, *, num_kv_heads: int | None = None
-) -> Any:
+def leaf_specs(path: str, leaf: Any, mesh: Mesh, *, num_kv_heads: int | None = None) -> Any:
   """`param_specs` of the one kernel or array at `path`, such as 'layers/q/kernel'."""
   if missing := [axis for axis in meshes.AXES if axis not in mesh.shape]:
     raise ValueError(
@@ -119,8 +115,11 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
 
 def replicate(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-  """Copies the arrays that are not on the mesh yet to all of its devices: the counters of a training
-  state made of sharded arrays. Left on one device they would cost a second compilation."""
+  """Copies the arrays that are not on the mesh yet to all of its devices.
+
+  For the counters of a training state that was made of sharded arrays: left on one device they cost
+  a second compilation.
+  """
 
   def put(x):
     there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh

@@ -7,7 +7,6 @@ prompts begin with costs one template. The loss is that of the unpacked sequence
 gradient. Dims: R rows, S slots, Q sequences a row, T answer tokens, K predicted slots.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -22,15 +22,22 @@ class AQNConfig:
   sigma_end: float = 5e-4  # [paper Table 4]
   stages: int = 10  # [paper Table 4]
   shape: str = "exponential"  # [paper Fig. 9]
-  paper_form: bool = False  # [code NVlabs/QeRL noise_scheduler.py reaches sigma_end; eq. 8 does not]
+  paper_form: bool = (
+    False  # [code NVlabs/QeRL noise_scheduler.py reaches sigma_end; eq. 8 does not]
+  )
   relative: bool = False  # [ours: an experiment, spec qerl 10.5]
 
   def sigma(self, step: int, total_steps: int) -> float:
     """Noise scale of a step, both counted from 0."""
     return float(
       noise.sigma_at(
-        step, total_steps=total_steps, sigma_start=self.sigma_start, sigma_end=self.sigma_end,
-        stages=self.stages, shape=self.shape, paper_form=self.paper_form,
+        step,
+        total_steps=total_steps,
+        sigma_start=self.sigma_start,
+        sigma_end=self.sigma_end,
+        stages=self.stages,
+        shape=self.shape,
+        paper_form=self.paper_form,
       )
     )
 
@@ -62,7 +69,9 @@ class RLConfig:
   steps: int = 600  # [paper Fig. 4: GSM8K]
   prompts: int = 16  # [paper Table 4: 128 sequences an update]
   samples: int = 8  # G [paper Table 4, GSM8K]
-  max_prompt_tokens: int = 256  # [code NVlabs/QeRL GSM8K scripts]; longer ones keep their last tokens
+  max_prompt_tokens: int = (
+    256  # [code NVlabs/QeRL GSM8K scripts]; longer ones keep their last tokens
+  )
   sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
   loss: policy_gradient.PolicyGradientConfig = policy_gradient.PolicyGradientConfig()
   lora: lora_lib.LoRAConfig = lora_lib.LoRAConfig()

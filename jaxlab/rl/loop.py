@@ -41,7 +41,8 @@ class Trainer:
     workdir: str | os.PathLike[str],
     *,
     config_text: str = "",
-    on_round: Callable[[int, state.TrainState, dict[str, Any]], Mapping[str, Any] | None] | None = None,
+    on_round: Callable[[int, state.TrainState, dict[str, Any]], Mapping[str, Any] | None]
+    | None = None,
     stop: signals.Interrupt | None = None,
   ) -> PyTree:
     """Trains to the configured number of steps; returns the parameters with trained adapters."""
@@ -50,9 +51,18 @@ class Trainer:
       "base_bytes": int(sum(x.nbytes for x in jax.tree.leaves(self.frozen))),
     }
     final = fit.fit(
-      self.train_step, self.state, self.frozen, self.source, steps=self.config.steps, key=self.key,
-      workdir=workdir, save_every_steps=self.config.save_every, fingerprint=fingerprint,
-      config_text=config_text, on_round=on_round, stop=stop,
+      self.train_step,
+      self.state,
+      self.frozen,
+      self.source,
+      steps=self.config.steps,
+      key=self.key,
+      workdir=workdir,
+      save_every_steps=self.config.save_every,
+      fingerprint=fingerprint,
+      config_text=config_text,
+      on_round=on_round,
+      stop=stop,
     )
     return weights.merge(final.trainable, self.frozen)
 
@@ -96,8 +106,13 @@ def prepare(
   )
   train_state = state.TrainState.create(trainable, optimizer)
   return Trainer(
-    lm=dataclasses.replace(lm, params=params), data=data, config=config, key=run_key,
-    state=train_state, frozen=frozen, source=source,
+    lm=dataclasses.replace(lm, params=params),
+    data=data,
+    config=config,
+    key=run_key,
+    state=train_state,
+    frozen=frozen,
+    source=source,
     train_step=step.make_train_step(objective, optimizer, micro_batch=config.micro_rows),
   )
 

@@ -96,6 +96,7 @@ def plot_run(rows: list[dict[str, Any]], folder: pathlib.Path) -> None:
     "entropy": ("entropy_rollout", "entropy"),
     "noise": ("aqn/sigma", "aqn/effective_std"),
     "mismatch": ("mismatch/abs_dlogp", "mismatch/k3", "mismatch/capped"),
+    "meter": ("meter/total", "meter/noise", "meter/fp4", "meter/rest"),
   }
   for name, columns in figures.items():
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")

@@ -71,7 +71,9 @@ def tokenize(items, tokenizer, *, max_tokens: int, system_prompt: str | None = N
 
 def _conversation(item: records.Item, system_prompt: str | None) -> list[dict[str, str]]:
   has_system = item.messages[0]["role"] == "system"
-  own = [] if system_prompt is None or has_system else [{"role": "system", "content": system_prompt}]
+  own = (
+    [] if system_prompt is None or has_system else [{"role": "system", "content": system_prompt}]
+  )
   return own + list(item.messages)
 
 
@@ -91,7 +93,9 @@ class Serving:
 
   def params(self, trainable: dict[str, jax.Array]) -> PyTree:
     """The policy with the given adapters and norms."""
-    return weights.merge(stack.unstack_paths(trainable) if self.unpacked else trainable, self._frozen)
+    return weights.merge(
+      stack.unstack_paths(trainable) if self.unpacked else trainable, self._frozen
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,21 +160,32 @@ class RolloutSource:
   def _sample(self, params, step: int, attempt: int, key, drawn: autoregressive.Noise | None):
     """One batch of groups; row ids and item positions of a later attempt never repeat a former's."""
     p, g = self.config.prompts, self.config.samples
-    index = item_index(len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key)
+    index = item_index(
+      len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key
+    )
     items, ids = self.prompts.take(index)
     out = self.sampler(
-      params, ids, jax.random.fold_in(key, 0), samples=g, prefix=self.prompts.prefix, noise=drawn,
+      params,
+      ids,
+      jax.random.fold_in(key, 0),
+      samples=g,
+      prefix=self.prompts.prefix,
+      noise=drawn,
       row_ids=range(attempt * p * g, (attempt + 1) * p * g),
     )
     answers = [self._answer(items[row // g], out, row, step) for row in range(p * g)]
     return self._group(ids, answers), out
 
-  def _answer(self, item: records.Item, out: autoregressive.Completions, row: int, step: int) -> Answer:
+  def _answer(
+    self, item: records.Item, out: autoregressive.Completions, row: int, step: int
+  ) -> Answer:
     ids = out.ids(row)
     stopped = bool(out.stopped_N[row])
     text = self.tokenizer.decode(ids[:-1] if stopped else ids)
     response = records.Response(
-      key=f"{item.id}#{step}.{row}", text=text, token_ids=tuple(ids),
+      key=f"{item.id}#{step}.{row}",
+      text=text,
+      token_ids=tuple(ids),
       finish="stop" if stopped else "length",
     )
     parts = rewards.score_all(self.data.rewards, item, response)
@@ -186,7 +201,9 @@ class RolloutSource:
     advantage_PG = advantages.group_advantage(reward_PG, scale=c.advantage, eps=c.advantage_eps)
     variance_P = advantages.has_variance(reward_PG)
     return [
-      Group(ids[p], answers[p * c.samples : (p + 1) * c.samples], advantage_PG[p], bool(variance_P[p]))
+      Group(
+        ids[p], answers[p * c.samples : (p + 1) * c.samples], advantage_PG[p], bool(variance_P[p])
+      )
       for p in range(c.prompts)
     ]
 
@@ -215,15 +232,20 @@ class RolloutSource:
   def _pack(self, groups: list[Group]) -> batch.PackedBatch:
     samples = [
       batch.Sample(
-        group.prompt, answer.response.token_ids, answer.logp, float(advantage),
+        group.prompt,
+        answer.response.token_ids,
+        answer.logp,
+        float(advantage),
         answer.response.finish == "stop" or not self.config.mask_truncated,
       )
       for group in groups
       for answer, advantage in zip(group.answers, group.advantage, strict=True)
     ]
     return batch.pack(
-      samples, per_row=self.config.sequences_per_row,
-      max_answer=self.config.sampling.max_new_tokens, row_multiple=self.config.micro_rows or 1,
+      samples,
+      per_row=self.config.sequences_per_row,
+      max_answer=self.config.sampling.max_new_tokens,
+      row_multiple=self.config.micro_rows or 1,
     )
 
   def _score(self, trainable, packed: batch.PackedBatch) -> jax.Array:
@@ -269,7 +291,9 @@ def summarize(groups: list[Group], used: list[Group]) -> dict[str, float]:
   answers = [a for g in groups for a in g.answers]
   names = answers[0].parts.keys()
   mean = lambda xs: float(np.nanmean(xs)) if np.isfinite(xs).any() else float("nan")
-  values = lambda name: np.asarray([np.nan if a.parts[name] is None else a.parts[name] for a in answers])
+  values = lambda name: np.asarray(
+    [np.nan if a.parts[name] is None else a.parts[name] for a in answers]
+  )
   length = np.asarray([len(a.response.token_ids) for a in answers])
   return {
     "reward": mean(np.asarray([a.reward for a in answers])),

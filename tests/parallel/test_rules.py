@@ -1,4 +1,4 @@
-"""Where every part of a parameter goes, what is refused, and that a mesh does not change the numbers."""
+"""Where every part of a parameter goes, what is refused, and that a mesh changes no numbers."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from jaxlab.train import guard, state, step
 from tests.models import tiny as hf
 from tests.parallel import tiny
 
-# Sums of up to 512 float32 products in another order, through two layers: 2e-5 was seen on logits up
-# to 4, 5e-5 of a gradient's largest entry. A missing or doubled sum over a mesh axis is an error of 1.
+# Sums of up to 512 float32 products in another order, through two layers: 2e-5 was seen on logits
+# up to 4, 5e-5 of a gradient's largest entry. A sum over an axis missing or doubled: an error of 1.
 LOGITS, GRADS = 1e-4, 2e-4
 ROUNDING = 2.0**-23  # of a float32
 FSDP, SMALL = (2, 4, 1, 1), (2, 2, 2, 1)
@@ -64,7 +64,8 @@ def test_specs_of_other_leaves():
   specs = weights.partition_specs(w4a4, None, "tensor", mesh_of(*SMALL))
   assert specs.codes == P("tensor") and specs.act_scale == P()
   dense = weights.LoRA(jnp.ones((64, 64)), down, up)
-  assert weights.partition_specs(dense, "tensor", "fsdp", mesh_of(*SMALL)).base == P("tensor", "fsdp")
+  specs = weights.partition_specs(dense, "tensor", "fsdp", mesh_of(*SMALL))
+  assert specs.base == P("tensor", "fsdp")
 
 
 def test_a_list_of_layers_has_the_specs_of_the_stack():
@@ -230,7 +231,7 @@ def test_a_list_of_layers_gives_the_same(one_device):
 
 
 def test_packed_kernels_travel_packed(one_device):
-  """Under fsdp a placed layer gathers bytes, once forward and once backward, and nothing decoded."""
+  """Under fsdp a placed layer gathers bytes, once forward and once backward; nothing decoded."""
   params = tiny.params("nvfp4")
   got, text = on_mesh(params, FSDP, placed=True)
   assert_same(got, one_device("nvfp4"))
@@ -243,8 +244,9 @@ def test_packed_kernels_travel_packed(one_device):
   assert sum(n for dtype, n in gathered if dtype == "u8") == 2 * codes
   # Beside them: scales (which a CPU sends as 16 bits), thin factors, the embedding and the head.
   table = tiny.CONFIG.vocab_size * tiny.CONFIG.width
+  decoded = min(2 * base.codes[0].size for base in bases)
   others = sorted(n for dtype, n in gathered if dtype != "u8")
-  assert others[-2:] == [table, table] and others[-3] < min(2 * base.codes[0].size for base in bases)
+  assert others[-2:] == [table, table] and others[-3] < decoded
 
 
 def test_an_update_is_that_of_one_device():

@@ -18,7 +18,7 @@ OTHERS = ("JAX_COORDINATOR", "JAX_LOCAL_DEVICE", "SLURM_", "OMPI_", "TPU_", "MEG
 
 
 def start(index: int, port: int, folder: pathlib.Path) -> subprocess.Popen:
-  """A worker that knows of no other coordinator; its stderr goes to a file, never to a full pipe."""
+  """A worker that knows of no other coordinator; it writes to a file, never to a full pipe."""
   environment = {k: v for k, v in os.environ.items() if not k.startswith(OTHERS)} | {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
