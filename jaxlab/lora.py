@@ -37,12 +37,11 @@ class LoRAConfig:
   """
 
   rank: int = 32
-  alpha: float | None = None
+  alpha: float | int | None = None
   targets: tuple[str, ...] = TARGETS
   train_norms: bool = True
 
   def __post_init__(self):
-    object.__setattr__(self, "targets", tuple(self.targets))  # gin gives a list
     if self.rank < 1:
       raise ValueError(f"LoRAConfig: rank must be at least 1; got {self.rank}. Use 8 to 64.")
     if self.alpha is not None and not self.alpha > 0:

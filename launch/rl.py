@@ -5,8 +5,7 @@ scores held-out items before and after. Rerunning the same command resumes.
 
 python -m launch.rl --gin_file=configs/demo/qerl.gin --workdir=runs/demo"""
 
-import jaxlab
-from jaxlab.rl import experiment
+from jaxlab.rl import base, experiment
 from jaxlab.train import signals
 from launch import common, registry
 
@@ -20,7 +19,7 @@ def main(run: common.Run) -> dict:
   quantize = registry.get("quantize")
   run.start()
   with signals.Interrupt() as stop:
-    lm = jaxlab.load(config.model_path(run.workdir))
+    lm = base.load(config.model_path(run.workdir), quantize, config)
     return experiment.run(
       lm,
       data,

@@ -1,4 +1,4 @@
-"""Adapters: attached without changing the model, trained by path, merged onto the quantised base."""
+"""Adapters: attached without changing the model, trained by path, merged onto the packed base."""
 
 import dataclasses
 import math
@@ -39,14 +39,18 @@ def trained(params, config=None, seed=1):
   return weights.merge(moved, frozen)
 
 
+FORWARD = jax.jit(MODULE.apply)
+
+
 def logits(params):
-  return jax.jit(MODULE.apply)({"params": params}, tiny.tokens(1, 5))
+  return FORWARD({"params": params}, tiny.tokens(1, 5))
 
 
 def test_attaching_does_not_change_the_function(base):
   for params in (base, fp4.quantize_params(base)):
     adapted = lora.attach(params, lora.LoRAConfig(rank=4), KEY)
-    np.testing.assert_array_equal(logits(adapted), logits(params))  # B = 0, bit for bit
+    # B = 0: equal but for the order of sums in another program (bit for bit in test_weights.py).
+    np.testing.assert_allclose(logits(adapted), logits(params), rtol=0, atol=1e-6)
     leaf = adapted["layers"]["q"]["kernel"]
     assert leaf.base is params["layers"]["q"]["kernel"]  # shared, not copied
 
@@ -187,8 +191,7 @@ def test_configs_that_cannot_be_meant(fields, message):
     lora.LoRAConfig(**fields)
 
 
-def test_lists_are_taken_as_tuples():
-  assert lora.LoRAConfig(targets=["q", "v"]) == lora.LoRAConfig(targets=("q", "v"))
+def test_scale():
   assert lora.LoRAConfig(rank=16).scale == 1.0 and lora.LoRAConfig(rank=16, alpha=32).scale == 2.0
 
 

@@ -17,8 +17,8 @@ from jaxlab.nn import pytree
 
 @pytree.pytree()
 class LayerCache:
-  """One layer's view. With `layer` set, k and v are the whole stack [L, B, K, S, H] and only the new
-  tokens of that layer are written; without, they are one layer's [B, K, S, H]."""
+  """One layer's view. With `layer` set, k and v are the whole stack [L, B, K, S, H] and only the
+  new tokens of that layer are written; without, they are one layer's [B, K, S, H]."""
 
   k: Float[Array, "*L B K S H"]
   v: Float[Array, "*L B K S H"]

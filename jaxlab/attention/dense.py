@@ -20,7 +20,8 @@ QUERY_CHUNK = 512  # rows of scores alive at once; above, memory wins over one f
 
 @dataclasses.dataclass(frozen=True)
 class DenseAttention:
-  """`attend` over all keys that `where` admits; rotates q and k, stores rotated keys in the cache."""
+  """`attend` over all keys that `where` admits; rotates q and k, stores rotated keys in the
+  cache."""
 
   where: masks.Where = masks.Where()
 

@@ -36,8 +36,8 @@ def decode_rows(
   params = stack.unstack(lm.params)
   config = sampling.SamplingConfig(max_new_tokens=new_tokens, temperature=0.0)
   sampler = autoregressive.Sampler(lm.module, config, stop_ids=(), compact=False)
-  rows = []
-  for batch in batches:
+
+  def row(batch: int) -> Row:
     prompts_BP = _random_prompts(lm, batch, prompt_tokens)
     ours = lambda: sampler(params, prompts_BP.tolist(), jax.random.key(0)).tokens_NT
     theirs = lambda: baselines.generate(baseline, prompts_BP, new_tokens)
@@ -45,15 +45,16 @@ def decode_rows(
     same = float(np.mean(ours() == theirs()))
     programs = _compiled_programs() - programs
     timing = pairs.interleaved(ours, theirs, pairs=repeats)
-    rows.append({
+    return {
       "what": "decode", "batch": batch, "tokens_per_s": batch * new_tokens / timing["seconds"],
       "baseline": "transformers generate, torch float32",
       "baseline_tokens_per_s": batch * new_tokens / timing["baseline_seconds"],
       "ratio_to_transformers": timing["ratio"], "ratio_low": timing["ratio_low"],
       "ratio_high": timing["ratio_high"], "tokens_equal": same,
       "peak_bytes": _decode_bytes(sampler, params, prompts_BP), "compilations": programs,
-    })  # fmt: skip
-  return rows
+    }  # fmt: skip
+
+  return [row(batch) for batch in batches]
 
 
 def update_rows(
@@ -87,7 +88,8 @@ def update_rows(
     tokens = prompts * samples * (prompt_tokens + answer_tokens)
     rows.append({
       "what": what, "batch": prompts * samples, "tokens_per_s": tokens / timing["seconds"],
-      "baseline": "torch + peft, float32", "baseline_tokens_per_s": tokens / timing["baseline_seconds"],
+      "baseline": "torch + peft, float32",
+      "baseline_tokens_per_s": tokens / timing["baseline_seconds"],
       "ratio_to_transformers": timing["ratio"], "ratio_low": timing["ratio_low"],
       "ratio_high": timing["ratio_high"], "peak_bytes": peak, "compilations": 1,
     })  # fmt: skip

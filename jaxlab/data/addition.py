@@ -70,9 +70,7 @@ def answer(total: int) -> str:
   return f"{total:0{DIGITS}d}"[::-1]
 
 
-def pretraining_texts(
-  step: int, batch: int, *, wrong_share: float = 0.97, seed: int = 0
-) -> Texts:
+def pretraining_texts(step: int, batch: int, *, wrong_share: float = 0.97, seed: int = 0) -> Texts:
   """The batch of one step: questions of the training split, answers wrong at random.
 
   A function of its arguments, so that a resumed run sees what an uninterrupted one does.

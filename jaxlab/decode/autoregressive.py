@@ -2,9 +2,10 @@
 
 Prompts are right-padded to a bucket and computed once each; their cache is then repeated for the
 samples of a group. Slot = position (see `jaxlab.attention.cache`), so rows of different length need
-no bookkeeping. Every row owns its key, `fold_in(fold_in(key, row_id), t)`: its tokens depend neither
-on the batch nor on order, padding or compaction. Parameters, adapters and noise are arguments of the
-programs, never constants in them. Dims: B prompts, N rows = B * samples, T new tokens, S slots.
+no bookkeeping. Every row owns its key, `fold_in(fold_in(key, row_id), t)`: its tokens depend
+neither on the batch nor on order, padding or compaction. Parameters, adapters and noise are
+arguments of the programs, never constants in them. Dims: B prompts, N rows = B * samples, T new
+tokens, S slots.
 Source: arXiv 2510.11696 (QeRL) §3; requirements of its rollouts.
 """
 
@@ -104,8 +105,8 @@ class Sampler:
       prefix: the first tokens that all prompts have in common (a template), computed only once.
       row_ids: identity of each row for its random numbers, default 0..N-1.
       noise: perturbs the norm gains during the whole generation.
-      on_chunk: called with (tokens_NT, length_N) of all rows after each chunk, for streaming and stop
-        strings; may return a bool [N] of rows to stop.
+      on_chunk: called with (tokens_NT, length_N) of all rows after each chunk, for streaming and
+        stop strings; may return a bool [N] of rows to stop.
     Raises: ValueError for an empty prompt or one that leaves no room in the context.
     """
     if not prompts:
@@ -158,7 +159,7 @@ class Sampler:
         raise ValueError(f"Sampler: prompt {i} is empty. Give every prompt at least one token.")
       if n + self.config.max_new_tokens > limit:
         raise ValueError(
-          f"Sampler: prompt {i} has {n} tokens and {self.config.max_new_tokens} more are asked for, "
+          f"Sampler: prompt {i} has {n} tokens and {self.config.max_new_tokens} more are wanted, "
           f"but the context holds {limit}. Shorten the prompt or lower max_new_tokens."
         )
       if prefix >= n or list(prompt[:prefix]) != list(prompts[0][:prefix]):
@@ -190,7 +191,7 @@ def batch_bucket(rows: int) -> int:
 def prefill(
   sampler: Sampler, params, tokens_BP, length_B, row_id_N, key, noise, *, samples: int, prefix: int
 ):
-  """Runs every prompt once, repeats its cache `samples` times, draws the first token of each row."""
+  """Runs every prompt once, repeats its cache `samples` times, draws each row's first token."""
   module, config = sampler.module, sampler.config
   b, p = tokens_BP.shape
   params = _noisy(params, noise)

@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, min-p, repetition penalty. Dims: N rows, V.
 
-The order of the filters is that of transformers (penalty, temperature, top-k, top-p, min-p), so that
-settings mean the same here and there.
+The order of the filters is that of transformers (penalty, temperature, top-k, top-p, min-p), so
+that settings mean the same here and there.
 """
 
 import dataclasses

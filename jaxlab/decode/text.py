@@ -94,6 +94,8 @@ def _encode_text(tokenizer: tokenizers.Tokenizer, prompt: str) -> list[int]:
   if bos is not None and prompt.startswith(bos):
     return plain
   full = tokenizer.encode(prompt, add_special_tokens=True)
+  if not plain:
+    return [token_id for token_id in full if token_id not in tokenizer.eos_ids]
   fits = (k for k in range(len(full) - len(plain) + 1) if full[k : k + len(plain)] == plain)
   return full[: next(fits, 0)] + plain
 
@@ -199,7 +201,7 @@ class _Reader:
 
   def __call__(self, tokens_NT: np.ndarray, length_N: np.ndarray) -> np.ndarray:
     for row, tokens_T, length in zip(self.rows, tokens_NT, length_N, strict=True):
-      row.read(tokens_T[row.tokens : length])
+      row.read(tokens_T[row.tokens : length].tolist())
     self._stream(last=False)
     return np.array([row.stopped for row in self.rows])
 

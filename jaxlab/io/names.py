@@ -6,7 +6,7 @@ has the same layout in all three.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _LAYER = "model.layers.{}."
 
@@ -88,7 +88,7 @@ def is_transposed(path: str) -> bool:
   return path.endswith("/kernel")
 
 
-def expand(paths: Mapping[str, object], template: Mapping[str, str], num_layers: int) -> dict:
+def expand(paths: Iterable[str], template: Mapping[str, str], num_layers: int) -> dict:
   """{checkpoint name: (path, layer or None)} for the given paths of a model."""
   names = {}
   for path in paths:

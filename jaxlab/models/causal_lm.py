@@ -1,7 +1,7 @@
 """Llama, SmolLM2, Qwen2.5 and Qwen3: one pre-norm decoder with grouped-query attention and SwiGLU.
 
-The families differ by switches of `CausalLMConfig`, not by code. Modules are pure: caches, attention
-and keys are arguments. Dims: B T D F N K H V L (see the project's legend).
+The families differ by switches of `CausalLMConfig`, not by code. Modules are pure: caches,
+attention and keys are arguments. Dims: B T D F N K H V L (see the project's legend).
 Sources: arXiv 2302.13971 (Llama), 2407.21783 (Llama 3), 2412.15115 (Qwen2.5), 2505.09388 (Qwen3).
 """
 
@@ -47,7 +47,8 @@ class CausalLMConfig:
 
 
 class Block(nn.Module):
-  """One layer. `qkv`, `out` and `mlp` are separate, so that other attention schemes can call them."""
+  """One layer. `qkv`, `out` and `mlp` are separate, so that other attention schemes can call
+  them."""
 
   config: CausalLMConfig
   param_dtype: jax.typing.DTypeLike = jnp.float32

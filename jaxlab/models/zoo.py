@@ -1,6 +1,7 @@
 """config.json -> module: the one place that knows which architectures exist.
 
-Configs as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are read
+Configs as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are
+read
 alike. What a checkpoint asks for and we do not have is refused by field and value, never ignored.
 """
 

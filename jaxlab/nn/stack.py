@@ -91,8 +91,11 @@ def unstack(params: PyTree) -> PyTree:
   layers = params["layers"]
   if isinstance(layers, list):
     return params
-  depth = num_layers(layers)
-  return params | {"layers": [jax.tree.map(lambda x: x[i], layers) for i in range(depth)]}
+
+  def layer(i):
+    return jax.tree.map(lambda x: x[i], layers)
+
+  return params | {"layers": [layer(i) for i in range(num_layers(layers))]}
 
 
 def unstack_paths(arrays: dict[str, Array]) -> dict[str, Array]:

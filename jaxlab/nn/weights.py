@@ -1,9 +1,9 @@
 """The weight seam: what a kernel may be, and how it multiplies.
 
 A kernel leaf is a dense `jax.Array [*stack, in, out]` or one of the registered pytrees below; they
-nest (`LoRA` over `FP4Array` is QeRL). Models call `matmul` and never ask what a leaf is; quantisers,
-adapters, optimisers and checkpoints see an ordinary pytree. Packed codes keep the row-major
-`[*stack, out, in/2]` order of the checkpoints, so that no second layout ever exists.
+nest (`LoRA` over `FP4Array` is QeRL). Models call `matmul` and never ask what a leaf is;
+quantisers, adapters, optimisers and checkpoints see an ordinary pytree. Packed codes keep the
+row-major `[*stack, out, in/2]` order of the checkpoints, so that no second layout ever exists.
 
 Dims: M flattened rows, I in, O out, R rank; `*stack` is `[L]` for stacked layers or empty.
 """
@@ -73,8 +73,8 @@ class NF4Array:
 class LoRA:
   """A low-rank adapter over any kernel: x @ base + scale * (x @ a) @ b (arXiv 2106.09685 eq. 3).
 
-  `a` and `b` are float32 masters, cast to x's dtype in the product; `scale` = alpha / rank is static,
-  because a traced scalar has no layer axis to scan over.
+  `a` and `b` are float32 masters, cast to x's dtype in the product; `scale` = alpha / rank is
+  static, because a traced scalar has no layer axis to scan over.
   """
 
   base: Any
@@ -124,7 +124,7 @@ LEAVES = (*PACKED, LoRA, LowRank, At)
 
 
 def is_leaf(x: Any) -> bool:
-  """True for kernel leaf types, the `is_leaf` of tree functions that treat a kernel as one thing."""
+  """True for kernel leaf types: the `is_leaf` of tree functions that see kernels as one thing."""
   return isinstance(x, LEAVES)
 
 
@@ -225,8 +225,8 @@ def dense(w: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*s
 def densify(params: PyTree, dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
   """Unpacks every FP4 and NF4 kernel, also below an adapter (which stays an adapter).
 
-  For hosts where decoding at every step costs more than the memory (a CPU: 10 to 20 times); a caller
-  does this openly, by a logged rule, never inside a step.
+  For hosts where decoding at every step costs more than the memory (a CPU: 10 to 20 times); a
+  caller does this openly, by a logged rule, never inside a step.
   """
 
   def unpack(w):
@@ -241,13 +241,13 @@ def path_str(path: tuple) -> str:
 
 
 def leaf_paths(params: PyTree) -> dict[str, Any]:
-  """{path: kernel or array}, one entry per kernel leaf (packed leaves and adapters are one entry)."""
+  """{path: kernel or array}; a packed leaf or an adapter is one entry."""
   flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
   return {path_str(path): leaf for path, leaf in flat}
 
 
 def map_leaves(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
-  """`fn(path, kernel)` over every kernel leaf; the way quantisers, adapters and edits walk a model."""
+  """`fn(path, kernel)` over every kernel leaf: how quantisers, adapters and edits walk a model."""
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: fn(path_str(path), leaf), params, is_leaf=is_leaf
   )

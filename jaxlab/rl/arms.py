@@ -28,6 +28,7 @@ from jaxlab.train import signals
 PyTree = Any
 FIGURES = "figures.json"  # of a finished run
 FIRST_SHARE = 5  # "early" is the first fifth of training
+SIGMAS = (0.0, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +48,7 @@ class ArmsConfig:
   seeds: int = 3  # runs of an arm [spec qerl 7]
   baseline: str = "bf16"  # the arm with 16-bit weights [ours: its name]
   quantized: str = "nvfp4"  # the arm whose entropy, bytes and mismatch are judged [ours: its name]
-  sigmas: tuple[float, ...] = (
-    0.0,
-    1e-3,
-    3e-3,
-    1e-2,
-    3e-2,
-    1e-1,
-  )  # [ours: to 10 x the paper's]
+  sigmas: tuple[float, ...] = SIGMAS  # [ours: none to ten times the paper's]
 
   def __post_init__(self):
     names = [arm.name for arm in self.arms]

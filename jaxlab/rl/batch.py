@@ -52,20 +52,26 @@ class PackedBatch:
 
 
 def pack(
-  sequences: Sequence[Sample], *, per_row: int, max_answer: int, row_multiple: int = 1
-) -> PackedBatch:
+  sequences: Sequence[Sample], *, per_row: int, max_answer: int, row_multiple: int = 1,
+  most: int | None = None,
+) -> PackedBatch:  # fmt: skip
   """Packs sequences into rows of `per_row`, in the order given.
 
   Args:
     per_row: Q; 1 keeps every sequence apart.
     max_answer: T, the longest answer allowed.
     row_multiple: rows are filled up to a multiple (micro-batches, devices).
+    most: sequences of the largest batch to come, if batches differ in size: rows are then filled up
+      to a power of two, at most to the rows of that batch, so that few programs are compiled.
   """
   rows = [sequences[i : i + per_row] for i in range(0, len(sequences), per_row)]
   trees = [_tree([[*s.prompt, *s.answer] for s in row]) for row in rows]
   first_answers = [[len(s.prompt) for s in row] for row in rows]
   pairs = [_pairs(t, firsts) for t, firsts in zip(trees, first_answers, strict=True)]
-  num_rows = -(-len(rows) // row_multiple) * row_multiple
+  num_rows = len(rows)
+  if most is not None:
+    num_rows = min(_next_power(num_rows, least=1), max(num_rows, -(-most // per_row)))
+  num_rows = _round_up(num_rows, row_multiple)
   num_slots = _round_up(max(len(t.tokens) for t in trees), SLOT_MULTIPLE)
   num_pairs = _next_power(max(len(p) for p in pairs))
   out = _empty(num_rows, num_slots, num_pairs, per_row, max_answer)

@@ -17,7 +17,7 @@ from jaxlab.eval import accuracy, generation
 from jaxlab.io import files, peft
 from jaxlab.quant import fp4
 from jaxlab.rl import config as rl_config
-from jaxlab.rl import loop, report
+from jaxlab.rl import base, loop, report
 from jaxlab.train import metrics as metrics_log
 from jaxlab.train import signals
 
@@ -44,7 +44,7 @@ def run(
   workdir = pathlib.Path(workdir)
   sizes = _sizes(lm.params)
   start = time.monotonic()
-  lm = dataclasses.replace(lm, params=quantize(lm.params))
+  lm = base.quantized(lm, quantize)
   sizes |= _packed_sizes(lm.params, sizes)
   logging.info(
     "quantised in %.1f s: linears %.1f MB -> %.1f MB.", time.monotonic() - start,

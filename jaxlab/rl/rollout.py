@@ -246,16 +246,17 @@ class RolloutSource:
       per_row=self.config.sequences_per_row,
       max_answer=self.config.sampling.max_new_tokens,
       row_multiple=self.config.micro_rows or 1,
+      most=-(-self.config.groups // self.config.minibatches) * self.config.samples,
     )
 
   def _score(self, trainable, packed: batch.PackedBatch) -> jax.Array:
     module, c = self.sampler.module, self.config
-    return score_step(module, c.loss, c.micro_rows, trainable, self.frozen, packed)
+    return score_step(module, c.loss, trainable, self.frozen, packed, micro_rows=c.micro_rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="micro_rows")
 def score_step(
-  module, loss, micro_rows: int | None, trainable, frozen, packed: batch.PackedBatch
+  module, loss, trainable, frozen, packed: batch.PackedBatch, *, micro_rows: int | None = None
 ) -> jax.Array:
   """Log-probabilities of packed answers under the given trainable arrays."""
   params = weights.merge(trainable, frozen)

@@ -38,13 +38,10 @@ def lm(tmp_path_factory):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted:
+class Scripted(autoregressive.Sampler):
   """A sampler that says given tokens, `chunk_tokens` at a time; </s> ends a row."""
 
-  says: tuple[tuple[int, ...], ...]
-  config: sampling.SamplingConfig
-  chunk_tokens: int = 128
-  pad_id: int = 0
+  says: tuple[tuple[int, ...], ...] = ()
 
   def __call__(self, params, prompts, key, *, on_chunk=None, **options):
     rows, limit = len(self.says), max(map(len, self.says))
@@ -63,6 +60,13 @@ class Scripted:
     )
 
 
+def complete(words, *said, stops=(), on_text=None) -> text.Generated:
+  """`text.complete` of a model that says these texts, or tokens."""
+  ids = tuple(tuple(words.encode(s) if isinstance(s, str) else s) for s in said)
+  sampler = Scripted(None, sampling.SamplingConfig(stop_strings=stops), (2,), says=ids)
+  return text.complete(sampler, words, None, [[1]] * len(ids), KEY, on_text=on_text)
+
+
 # --- stop strings and streams
 
 
@@ -70,9 +74,7 @@ class Scripted:
 def test_a_stop_string_ends_a_row_wherever_the_host_looked(words, monkeypatch, chunk):
   monkeypatch.setattr(text, "LOOK_TOKENS", chunk)
   said = ("the cat sat. on the mat", "the mat", "café. 日本語. sat")
-  ids = tuple(tuple(words.encode(s)) for s in said)
-  config = sampling.SamplingConfig(stop_strings=(". ", "sat"))
-  out = text.complete(Scripted(ids, config), words, None, [[1]] * 3, KEY)
+  out = complete(words, *said, stops=(". ", "sat"))
   assert out.texts == ["the cat ", "the mat", "café"]
   c = out.completions
   assert c.stopped_N.tolist() == [True, False, True]
@@ -91,26 +93,20 @@ TEXTS = st.text(st.sampled_from("ab.\n é日🤗"), min_size=1, max_size=20)
 def test_what_is_streamed_is_what_is_returned(words, monkeypatch, said, stops, chunk):
   monkeypatch.setattr(text, "LOOK_TOKENS", chunk)
   pieces: list[str] = []
-  config = sampling.SamplingConfig(stop_strings=tuple(stops))
-  sampler = Scripted((tuple(words.encode(said)),), config)
-  out = text.complete(
-    sampler, words, None, [[1]], KEY, on_text=lambda row, piece: pieces.append(piece)
-  )
+  out = complete(words, said, stops=tuple(stops), on_text=lambda _, piece: pieces.append(piece))
   at = min((i for s in stops if (i := said.find(s)) >= 0), default=len(said))
   assert out.texts == [said[:at]] or any(s in said[:at] for s in stops)
   assert "".join(pieces) == out.texts[0]
 
 
 def test_two_stop_strings_found_at_once_cut_at_the_first(words):
-  sampler = Scripted((tuple(words.encode("xabcd")),), sampling.SamplingConfig(stop_strings=("cd", "ab")))
-  assert text.complete(sampler, words, None, [[1]], KEY).texts == ["x"]
+  assert complete(words, "xabcd", stops=("cd", "ab")).texts == ["x"]
 
 
 def test_half_a_character_at_the_end_is_not_lost(words):
   ids = tuple(words.encode("a🤗"))[:-1]
   pieces: list[str] = []
-  sampler = Scripted((ids,), sampling.SamplingConfig())
-  out = text.complete(sampler, words, None, [[1]], KEY, on_text=lambda _, p: pieces.append(p))
+  out = complete(words, ids, on_text=lambda _, piece: pieces.append(piece))
   assert out.texts == ["".join(pieces)] == [words.decode(ids)]
 
 
