@@ -34,7 +34,8 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 
-from launch import redaction, registry
+from jaxlab import redaction
+from launch import registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("jaxlab", "pallas_kernels", "launch"))

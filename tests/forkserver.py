@@ -7,7 +7,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRELOAD = [
   "jax", "optax", "orbax.checkpoint", "tensorboardX",
-  "tests.io.checkpoints", "tests.train.two_processes",
+  "tests.io.checkpoints", "tests.train.two_processes", "tests.rl.killed",
 ]  # fmt: skip
 
 

@@ -328,7 +328,7 @@ def _sharding(like: Any) -> jax.sharding.Sharding:
 
 
 class _Mistake(ValueError):
-  """The caller asks for something that the checkpoint is not; no reason to set it aside."""
+  """The caller wants something that the checkpoint is not; no reason to set it aside."""
 
 
 def _attempt(read: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -375,7 +375,6 @@ def _any_process(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def _disk_errors(step: int):
-  """Turns what Orbax raises when it cannot write into one line."""
   try:
     yield
   except (OSError, ValueError) as error:
@@ -388,15 +387,14 @@ def _disk_errors(step: int):
 
 
 class _NotOrbax(std_logging.Filter):
-  """Drops Orbax's records: what matters in them is raised, and comes back in our words."""
+  """Drops Orbax's records (thousands for a damaged step): what matters in them is raised, too."""
 
   def filter(self, record: std_logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname
 
 
-_FILTER = _NotOrbax()
+_NOT_ORBAX = _NotOrbax()
 
 
 def _silence_orbax() -> None:
-  """A damaged step prints thousands of lines, a healthy save a dozen."""
-  logging.get_absl_logger().addFilter(_FILTER)  # adding it again changes nothing
+  logging.get_absl_logger().addFilter(_NOT_ORBAX)  # adding it again changes nothing

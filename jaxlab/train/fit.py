@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
+from jaxlab import redaction
 from jaxlab.io import orbax, seal
 from jaxlab.train import flight_recorder, guard, signals
 from jaxlab.train import metrics as metrics_log
@@ -238,7 +239,7 @@ def _resume(
 
 def _identity(fingerprint: Mapping[str, Any], config_text: str, key: jax.Array) -> dict[str, Any]:
   """What must be the same on resume, as flat JSON values."""
-  settings = parse_config(metrics_log.redact(config_text))
+  settings = parse_config(redaction.redact(config_text))
   clash = sorted(settings.keys() & fingerprint.keys())
   if clash or "key" in fingerprint:
     raise ValueError(

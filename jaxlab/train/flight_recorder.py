@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
+from jaxlab import redaction
 from jaxlab.io import orbax
-from jaxlab.train import metrics as metrics_log
 from jaxlab.train import state as train_state
 
 PyTree = Any
@@ -34,7 +34,7 @@ class FlightRecorder:
 
   def __init__(self, workdir: str | os.PathLike[str], config_text: str, *, limit: int = 3):
     self._folder = pathlib.Path(workdir) / "flight"
-    self._config_text = metrics_log.redact(config_text)
+    self._config_text = redaction.redact(config_text)
     self._left = limit
 
   def record(
@@ -64,7 +64,7 @@ class FlightRecorder:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.gin").write_text(self._config_text, encoding="utf-8")
-    text = {"why": why, "step": step, "detail": metrics_log.redact(detail)}
+    text = {"why": why, "step": step, "detail": redaction.redact(detail)}
     (folder / "why.json").write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
     arrays = {"batch": jax.tree.map(jnp.asarray, batch), "key": key}
     kept = {"step": state.step, "trainable": state.trainable}

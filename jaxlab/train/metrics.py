@@ -5,14 +5,10 @@ is cut back to the restored step on resume, so that it reads as if nothing had h
 """
 
 import json
-import logging as std_logging
 import math
 import os
 import pathlib
-import re
-import sys
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,14 +18,6 @@ import tqdm
 from absl import logging
 
 FILE = "metrics.jsonl"
-REDACTED = "[redacted]"
-SECRET_NAME = re.compile(
-  r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|KEY$", re.IGNORECASE
-)
-SECRET_SHAPE = re.compile(  # a token of Hugging Face has 34 letters and digits; names are shorter
-  r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{8,}|(?<=\bBearer )[^\s\"',]+", re.IGNORECASE
-)
-MIN_SECRET_CHARS = 8  # shorter values ("true", a number) are settings, and would eat ordinary text
 
 
 class MetricsLog:
@@ -170,34 +158,3 @@ class Progress:
       left = (self._total - done) / rate
       logging.info("step %d/%d %s %.3g steps/s %.0f s left", done, self._total, text, rate, left)
 
-
-def redact(text: str) -> str:
-  """Replaces secrets: values of the environment's TOKEN/KEY/... variables, and known shapes."""
-  for name, value in os.environ.items():
-    if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_CHARS:
-      text = text.replace(value, REDACTED)
-  return SECRET_SHAPE.sub(REDACTED, text)
-
-
-class RedactSecrets(std_logging.Filter):
-  """A filter for handlers: what they write has no secrets, tracebacks included."""
-
-  def filter(self, record: std_logging.LogRecord) -> bool:
-    record.msg, record.args = redact(record.getMessage()), ()
-    if record.exc_info and record.exc_info[0]:
-      record.exc_text = redact("".join(traceback.format_exception(*record.exc_info)).rstrip())
-    return True
-
-
-def redact_logs() -> None:
-  """Installs `RedactSecrets` on the log handlers of this process, and on uncaught errors.
-
-  For launchers, once, after logging is set up.
-  """
-  for handler in {*std_logging.getLogger().handlers, logging.get_absl_handler()}:
-    handler.addFilter(RedactSecrets())
-  sys.excepthook = _print_redacted
-
-
-def _print_redacted(kind, error, trace):
-  sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,4 +1,4 @@
-"""One adapter, five ways, live against huggingface/peft: live, saved and loaded, merged, merged there.
+"""One adapter five ways, against huggingface/peft: live, saved, merged, live and merged there.
 
 Reference: peft >= 0.21 on transformers, float32.
 """
@@ -31,7 +31,7 @@ SHORT = {t: peft.MODULES[t].rpartition(".")[2] for t in lora.TARGETS}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-  """{kind: (lm, folder)}: a dense model, and an NVFP4 one whose folder holds the decoded weights."""
+  """{kind: (lm, folder)}: a dense model, and an NVFP4 one with a folder of decoded weights."""
   root = tmp_path_factory.mktemp("models")
   tiny.write_folder(root / "dense", CONFIG)
   dense = jaxlab.load(root / "dense")
@@ -81,7 +81,7 @@ def perturbed(model, seed=0):
   import torch
 
   torch.manual_seed(seed)
-  for name, p in model.named_parameters():
+  for p in model.parameters():
     if p.requires_grad:
       p.data += 0.1 * torch.randn_like(p)
   return model.eval()

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -13,9 +12,9 @@ import pytest
 from absl import flags
 
 import launch
-from launch import __main__ as jaxlab_command
 from jaxlab.train import signals
-from launch import common, redaction, registry
+from launch import __main__ as jaxlab_command
+from launch import common, registry
 
 CANARY = "hf_canaryCanary1234"
 
@@ -299,14 +298,3 @@ def test_no_secret_reaches_workdir_log_or_traceback(call, workdir, monkeypatch):
   assert CANARY not in everything and "canary-of-the-environment" not in everything
 
 
-@pytest.mark.parametrize(
-  "text, expected",
-  [
-    ("hf_abcdefgh1234", "[redacted]"),
-    ("sk-abcd1234efgh", "[redacted]"),
-    ("Authorization: Bearer abc.def", "Authorization: Bearer [redacted]"),
-    ("task-specific risk-averse hf_hub", "task-specific risk-averse hf_hub"),
-  ],
-)
-def test_redact_knows_the_shapes_of_tokens(text, expected):
-  assert redaction.redact(text, {}) == expected

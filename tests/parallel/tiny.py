@@ -21,7 +21,7 @@ CONFIG = causal_lm.CausalLMConfig(
 )  # fmt: skip
 MODULE = causal_lm.CausalLM(CONFIG)
 LORA = lora.LoRAConfig(rank=4)
-ROWS, LENGTH = 8, 12
+ROWS, LENGTH = 16, 12
 
 
 @functools.cache
@@ -31,29 +31,26 @@ def params(kind: str):
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shapes = jax.eval_shape(MODULE.init, jax.random.key(0), tokens)["params"]
   random = np.random.default_rng(0)
-  made = weights.map_leaves(
-    lambda path, x: jnp.asarray(random.normal(size=x.shape) / 12 + path.endswith("norm"), x.dtype),
-    shapes,
-  )
+  normal = lambda x: random.normal(size=x.shape).astype(np.float32)
+  made = weights.map_leaves(lambda path, x: normal(x) / 12 + path.endswith("norm"), shapes)
   if kind == "dense":
-    return made
+    return jax.tree.map(jnp.asarray, made)
+  adapted = jax.jit(functools.partial(_adapted, kind=kind))(made)  # one compilation, not fifty
+  trained = lambda path, x: normal(x) / 8 if weights.path_str(path).endswith("/b") else x
+  return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(trained, adapted))
+
+
+def _adapted(params, kind):
   if kind == "nvfp4":
-    return _adapted(fp4.quantize_params(made, "nvfp4"), LORA)
-  formats = {
-    "o": fp4.quantize, "down": nf4.quantize,
-    "gate": lambda w: fp4.quantize(w, "mxfp4"), "up": lambda w: fp4.quantize(w, "mxfp4"),
-  }  # fmt: skip
-  for name, quantize in formats.items():
-    made["layers"][name] = {"kernel": quantize(made["layers"][name]["kernel"])}
-  return _adapted(made, lora.LoRAConfig(rank=4, targets=tuple(formats)))
-
-
-def _adapted(params, config):
-  def trained(path, x):
-    b = weights.path_str(path).endswith("/b")
-    return jax.random.normal(jax.random.key(x.size), x.shape) / 8 if b else x
-
-  return jax.tree_util.tree_map_with_path(trained, lora.attach(params, config, jax.random.key(1)))
+    return lora.attach(fp4.quantize_params(params, "nvfp4"), LORA, jax.random.key(1))
+  mxfp4 = functools.partial(fp4.quantize, format="mxfp4")
+  formats = {"o": fp4.quantize, "gate": mxfp4, "up": mxfp4, "down": nf4.quantize}
+  packed = {
+    name: {"kernel": quantize(params["layers"][name]["kernel"])}
+    for name, quantize in formats.items()
+  }
+  config = lora.LoRAConfig(rank=4, targets=tuple(formats))
+  return lora.attach(params | {"layers": params["layers"] | packed}, config, jax.random.key(1))
 
 
 def split(params):

@@ -20,7 +20,9 @@ from tests.train import tiny as tiny_train
 def trained(packed_lm, tmp_path_factory):
   """(trainer, its parameters after the run, workdir) of a few steps that reward even digits."""
   workdir = tmp_path_factory.mktemp("loop")
-  trainer = tiny.trainer(packed_lm, steps=16, prompts=8, aqn=None, meter_every=8)
+  trainer = tiny.trainer(
+    packed_lm, steps=16, prompts=8, aqn=None, meter_every=8, mask_truncated=False
+  )
   return trainer, trainer.run(workdir), workdir
 
 

@@ -1,0 +1,246 @@
+"""Every illness that the doctor names, one at a time, and healthy patients."""
+
+import json
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxlab
+from jaxlab.io import doctor, huggingface, safetensors
+from jaxlab.quant import fp4
+from tests.io import test_gguf_model as gguf_files
+from tests.models import tiny
+
+EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+Q0 = "model.layers.0.self_attn.q_proj"
+
+
+def write_tokenizer(folder, *, size=90, **config):
+  """A word-level tokenizer with `size` ids."""
+  import tokenizers
+  from tokenizers import models, pre_tokenizers
+
+  words = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *(f"w{i}" for i in range(size - 3))]
+  made = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "w0"))
+  made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  made.add_special_tokens(words[:3])
+  made.save(str(folder / "tokenizer.json"))
+  chatml = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + "
+    "'<|im_end|>\\n' }}{% endfor %}"
+  )
+  config = {"eos_token": "<|im_end|>", "chat_template": chatml} | config
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def dense(tmp_path):
+  config = tiny.config(**EVEN, eos_token_id=1)
+  tiny.write_folder(tmp_path / "dense", config, dtype=ml_dtypes.bfloat16, max_shard_bytes=100_000)
+  write_tokenizer(tmp_path / "dense")
+  return tmp_path / "dense"
+
+
+@pytest.fixture
+def packed(tmp_path):
+  import dataclasses
+
+  tiny.write_folder(tmp_path / "in", tiny.config(**EVEN, eos_token_id=1), dtype=ml_dtypes.bfloat16)
+  write_tokenizer(tmp_path / "in")
+  lm = jaxlab.load(tmp_path / "in")
+  lm = dataclasses.replace(lm, params=fp4.quantize_params(lm.params))
+  huggingface.save_pretrained(lm, tmp_path / "packed")
+  return tmp_path / "packed"
+
+
+def texts(folder, level=None) -> list[str]:
+  return [f.text for f in doctor.examine(folder) if level in (None, f.level)]
+
+
+def edit(folder, name="config.json", **changes):
+  value = json.loads((folder / name).read_text()) | changes
+  (folder / name).write_text(json.dumps(value))
+
+
+def rewrite(folder, change):
+  source = safetensors.SafetensorsFolder(folder)
+  tensors = {name: np.array(source.read(name)) for name in source.names()}
+  change(tensors)
+  safetensors.write_sharded(folder, tensors)
+
+
+# --- healthy
+
+
+def test_a_healthy_dense_folder(dense):
+  found = doctor.examine(dense)
+  assert {f.level for f in found} == {"ok"}, found
+  assert not doctor.is_broken(found)
+  said = "\n".join(texts(dense))
+  assert "format: safetensors, dense, tensors 30 bfloat16" in said
+  assert "16.00 bits per parameter" in said
+  assert "architecture: llama, 3 layers, 0.1 M parameters" in said
+  assert "vocabulary: 90 ids, 7 padding rows" in said
+  assert "eos: ['<|im_end|>']" in said
+  assert "template: renders, turns end with <|im_end|>" in said
+
+
+def test_a_healthy_nvfp4_folder(packed):
+  found = doctor.examine(packed)
+  assert {f.level for f in found} == {"ok"}, found
+  said = "\n".join(texts(packed))
+  assert "compressed-tensors nvfp4-pack-quantized" in said
+  assert "scales: 21 linears, divisors, largest weight" in said
+  bits = float(said.split(" bits per parameter")[0].rsplit(" ", 1)[1])
+  assert 4.5 < bits < 8  # embeddings, head and norms are 16 bits
+
+
+def test_a_healthy_gguf_file(tmp_path):
+  gguf_files.write(tmp_path / "m.gguf", tiny.config(**EVEN), gguf_files.TYPES.Q8_0)
+  found = doctor.examine(tmp_path / "m.gguf")
+  said = "\n".join(f.text for f in found)
+  assert "format: GGUF, tensors 7 F32, 23 Q8_0" in said
+  assert "tensors: all there, none too many" in said and "values: all finite" in said
+  broken = [f.text for f in found if f.level == "broken"]
+  assert len(broken) == 1 and broken[0].startswith("tokenizer:")  # the test file has none
+
+
+@pytest.mark.slow
+def test_the_packaged_model_is_healthy():
+  from jaxlab.data import assets
+
+  assert {f.level for f in doctor.examine(assets.demo_model_path())} == {"ok"}
+
+
+def test_a_checkpoint_of_our_own(dense, tmp_path):
+  jaxlab.save(jaxlab.load(dense), tmp_path / "own")
+  assert texts(tmp_path / "own", "ok") == ["format: a checkpoint of our own; every digest is right"]
+
+
+# --- ill
+
+DENSE = {
+  "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+  "bad json": (lambda d: (d / "config.json").write_text("{"), "config.json: .*does not parse"),
+  "family": (lambda d: edit(d, model_type="mamba"), "architecture: .*model_type = 'mamba'"),
+  "shard": (
+    lambda d: sorted(d.glob("*.safetensors"))[1].unlink(), "weights: .*not in the folder",
+  ),
+  "truncated": (
+    lambda d: os.truncate(sorted(d.glob("*.safetensors"))[0], 2000), "weights: .*truncated",
+  ),
+  "index": (
+    lambda d: (d / "model.safetensors.index.json").unlink(), "weights: .*several files need an",
+  ),
+  "depth": (lambda d: edit(d, num_hidden_layers=4), "tensors: .*has no tensor 'model.layers.3"),
+  "width": (lambda d: edit(d, intermediate_size=64), "tensors: .*shape .* asks for"),
+  "tied": (lambda d: rewrite(d, lambda t: t.pop("lm_head.weight")), "no tensor 'lm_head.weight'"),
+  "nan": (
+    lambda d: rewrite(d, lambda t: t["model.norm.weight"].__setitem__(3, np.nan)),
+    "values: 1 tensors are not finite, such as model.norm.weight",
+  ),
+  "vocabulary": (lambda d: write_tokenizer(d, size=99), "the tokenizer has 99 ids, the model 97"),
+  "eos": (lambda d: edit(d, eos_token_id=97), r"eos: ids \[97\] are not all below .* 97"),
+  "template": (
+    lambda d: write_tokenizer(d, chat_template="{{ nothing.at.all }}"), "template: ",
+  ),
+  "gptq": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "got 'gptq'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("illness", DENSE)
+def test_what_makes_a_dense_folder_broken(illness, dense):
+  harm, message = DENSE[illness]
+  harm(dense)
+  broken = texts(dense, "broken")
+  import re
+
+  assert any(re.search(message, text) for text in broken), broken
+  assert all("\n" not in text for text in broken)
+
+
+WARNED = {
+  "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json"),
+  "turn end": (
+    lambda d: [write_tokenizer(d, eos_token="<|endoftext|>"), edit(d, eos_token_id=2)],
+    "a turn ends with <.im_end.>, which is not among the eos",
+  ),
+  "other head": (lambda d: edit(d, tie_word_embeddings=True), "lm_head.weight differs"),
+}
+
+
+@pytest.mark.parametrize("illness", WARNED)
+def test_what_is_only_a_warning(illness, dense):
+  harm, message = WARNED[illness]
+  harm(dense)
+  import re
+
+  found = doctor.examine(dense)
+  assert not doctor.is_broken(found), found
+  assert any(re.search(message, f.text) for f in found if f.level == "warning"), found
+
+
+def test_foreign_code_is_a_note(dense):
+  (dense / "modeling_custom.py").write_text("raise SystemExit")
+  (dense / "pytorch_model.bin").write_bytes(b"\x80\x02")
+  notes = texts(dense, "note")
+  assert any("modeling_custom.py" in n and "nothing of it runs" in n for n in notes)
+  assert any("pytorch_model.bin" in n for n in notes)
+
+
+PACKED = {
+  "missing scale": (lambda t: t.pop(f"{Q0}.weight_scale"), "weight_scale"),
+  "nan scale": (
+    lambda t: t[f"{Q0}.weight_scale"].view(np.uint8).__setitem__((0, 0), 0x7F), "NaN or negative",
+  ),
+  "upside down": (
+    lambda t: t.update({f"{Q0}.weight_global_scale": 1 / t[f"{Q0}.weight_global_scale"]}),
+    "Its global scale is a multiplier",
+  ),
+  "modelopt": (
+    lambda t: t.update({f"{Q0}.weight_scale_2": np.ones(1, np.float32)}), "ModelOpt's layout",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("illness", PACKED)
+def test_what_makes_an_nvfp4_folder_broken(illness, packed):
+  harm, message = PACKED[illness]
+  rewrite(packed, harm)
+  broken = texts(packed, "broken")
+  assert any(message in text for text in broken), broken
+
+
+def test_packed_weights_without_their_config(packed):
+  config = json.loads((packed / "config.json").read_text())
+  del config["quantization_config"]
+  (packed / "config.json").write_text(json.dumps(config))
+  assert any("no quantization_config" in text for text in texts(packed, "broken"))
+
+
+def test_paths_that_are_nothing(tmp_path):
+  assert doctor.examine(tmp_path / "x") == [("broken", f"{tmp_path / 'x'} does not exist.")]
+  assert doctor.is_broken(doctor.examine(tmp_path))
+  (tmp_path / "m.gguf").write_bytes(b"GGUF" + b"\0" * 40)
+  assert doctor.is_broken(doctor.examine(tmp_path / "m.gguf"))
+
+
+def test_the_launcher_exits_with_two_for_a_broken_model(dense, tmp_path):
+  def run(*arguments):
+    command = [sys.executable, "-m", "launch.doctor", *arguments, f"--workdir={tmp_path / 'run'}"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+  well = run(str(dense))
+  assert well.returncode == 0, well.stderr
+  assert "16.00 bits per parameter" in well.stdout
+  assert json.loads((tmp_path / "run" / "result.json").read_text())["broken"] == 0
+  edit(dense, eos_token_id=97)
+  ill = run(str(dense))
+  assert ill.returncode == 2 and "BROKEN  eos:" in ill.stdout
+  assert ill.stderr.strip().splitlines()[-1].startswith("error: doctor:")
+  assert json.loads((tmp_path / "run" / "result.json").read_text())["broken"] == 1
+  assert run().returncode == 2
