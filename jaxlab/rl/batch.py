@@ -1,8 +1,8 @@
 """Sampled answers packed for training: one row holds many sequences, each common prefix once.
 
 The sequences of a row, sorted, form a tree; its tokens lie in depth-first order. A token sees its
-ancestors, which is one interval test per pair (`Where.until`), and the head runs only on tokens that
-predict a token of an answer. Eight answers to one prompt cost one prompt; a template that all
+ancestors, which is one interval test per pair (`Where.until`), and the head runs only on tokens
+that predict a token of an answer. Eight answers to one prompt cost one prompt; a template that all
 prompts begin with costs one template. The loss is that of the unpacked sequences: same terms, same
 gradient. Dims: R rows, S slots, Q sequences a row, T answer tokens, K predicted slots.
 """

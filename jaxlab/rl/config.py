@@ -22,9 +22,7 @@ class AQNConfig:
   sigma_end: float = 5e-4  # [paper Table 4]
   stages: int = 10  # [paper Table 4]
   shape: str = "exponential"  # [paper Fig. 9]
-  paper_form: bool = (
-    False  # [code NVlabs/QeRL noise_scheduler.py reaches sigma_end; eq. 8 does not]
-  )
+  paper_form: bool = False  # [code NVlabs/QeRL: reaches sigma_end; eq. 8 does not]
   relative: bool = False  # [ours: an experiment, spec qerl 10.5]
 
   def sigma(self, step: int, total_steps: int) -> float:
@@ -47,8 +45,8 @@ class RLData:
   """What is asked and how answers are scored."""
 
   train: Sequence[Any]  # of eval.records.Item
-  test: Sequence[Any] = ()  # held-out items, scored without noise before and after
-  rewards: Sequence[Any] = ()  # of (Item, Response) -> {part: float | None}
+  test: Sequence[Any] = ()  # [ours: none] held-out items, scored without noise before and after
+  rewards: Sequence[Any] = ()  # [ours: must be given] of (Item, Response) -> {part: float | None}
   weights: Mapping[str, float] | None = None  # of the parts; 1 unless given
   system_prompt: str | None = None  # put before items that have messages and no system message
 
@@ -69,25 +67,25 @@ class RLConfig:
   steps: int = 600  # [paper Fig. 4: GSM8K]
   prompts: int = 16  # [paper Table 4: 128 sequences an update]
   samples: int = 8  # G [paper Table 4, GSM8K]
-  max_prompt_tokens: int = (
-    256  # [code NVlabs/QeRL GSM8K scripts]; longer ones keep their last tokens
-  )
-  sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
-  loss: policy_gradient.PolicyGradientConfig = policy_gradient.PolicyGradientConfig()
-  lora: lora_lib.LoRAConfig = lora_lib.LoRAConfig()
-  optimizer: optim.OptimizerConfig = optim.OptimizerConfig()
-  aqn: AQNConfig | None = AQNConfig()  # None: quantisation noise alone
+  max_prompt_tokens: int = 256  # [code NVlabs/QeRL scripts]; longer ones keep their last tokens
+  sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()  # [ours: its defaults]
+  loss: policy_gradient.PolicyGradientConfig = policy_gradient.PolicyGradientConfig()  # [ours]
+  lora: lora_lib.LoRAConfig = lora_lib.LoRAConfig()  # [ours: its defaults]
+  optimizer: optim.OptimizerConfig = optim.OptimizerConfig()  # [ours: its defaults]
+  aqn: AQNConfig | None = AQNConfig()  # [paper §3.3]; None: quantisation noise alone
   advantage: str = "group"  # [paper eq. 2]; see rl.advantages.SCALES
   advantage_eps: float = 1e-4  # [code NVlabs/QeRL, TRL]
   iterations: int = 1  # passes over a rollout [code NVlabs/QeRL scripts]
   minibatches: int = 1  # updates a pass [ours: the whole rollout at once]
   micro_rows: int | None = None  # packed rows in memory at once; None for all
-  sequences_per_row: int = 1  # answers packed into one row, sharing their common prefix
+  sequences_per_row: int = (
+    1  # [ours: apart] answers packed into one row, sharing their common prefix
+  )
   drop_equal_groups: bool = False  # leave groups without variance out of the loss [DAPO §3.2]
-  max_groups: int | None = None  # at most this many groups in an update; None for all
+  max_groups: int | None = None  # [ours: all] at most this many groups in an update; None for all
   max_rollouts: int = 1  # sample again until max_groups groups have variance [VERL: 10 for DAPO]
   mask_truncated: bool = True  # [code NVlabs/QeRL]: answers without a stop token do not train
-  overlong_buffer: int = 0  # tokens before the limit over which a penalty grows to -1; 0 is off
+  overlong_buffer: int = 0  # [ours: off] last tokens over which a penalty grows to -1 [DAPO]
   remat: bool = True  # recompute blocks in the backward pass [spec qerl 2.10]
   save_every: int = 20  # steps between checkpoints [ours]
   meter_every: int = 0  # steps between off-policy meter readings; 0 is off [ours]
@@ -100,7 +98,8 @@ class RLConfig:
         raise ValueError(f"RLConfig.{field}: must be at least 1; got {getattr(self, field)}.")
     if self.advantage not in advantages.SCALES:
       raise ValueError(
-        f"RLConfig.advantage: must be one of {', '.join(advantages.SCALES)}; got {self.advantage!r}."
+        f"RLConfig.advantage: must be one of {', '.join(advantages.SCALES)}; got "
+        f"{self.advantage!r}."
       )
     if self.samples < 2:
       raise ValueError(

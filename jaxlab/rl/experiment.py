@@ -16,10 +16,10 @@ from jaxlab.decode import text
 from jaxlab.eval import accuracy, generation
 from jaxlab.io import files, peft
 from jaxlab.quant import fp4
-from jaxlab.rl import config as rl_config
 from jaxlab.rl import base, loop, report
+from jaxlab.rl import config as rl_config
+from jaxlab.train import flight_recorder, signals
 from jaxlab.train import metrics as metrics_log
-from jaxlab.train import signals
 
 PyTree = Any
 EVAL_ROWS = 50  # held-out items decoded together
@@ -66,6 +66,21 @@ def run(
     **(_gain(workdir, data, scores) if data.test else {}),
     **sizes, **report.speed(rows), **report.curve(rows),
   }  # fmt: skip
+
+
+def replay(
+  lm: lm_lib.LM,
+  data: rl_config.RLData,
+  config: rl_config.RLConfig,
+  quantize: Callable[[PyTree], PyTree],
+  *,
+  path: str | os.PathLike[str],
+  seed: int,
+) -> dict[str, Any]:
+  """Runs the update that a `flight/STEP` folder of this recipe kept; returns its metrics."""
+  trainer = loop.prepare(base.quantized(lm, quantize), data, config, seed)
+  _, metrics = flight_recorder.replay(path, trainer.train_step, trainer.frozen, trainer.optimizer)
+  return metrics
 
 
 def _score(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax
 
 from jaxlab import lm as lm_lib
 from jaxlab import lora
@@ -35,6 +36,7 @@ class Trainer:
   frozen: PyTree
   source: rollout.RolloutSource
   train_step: Callable[..., Any]
+  optimizer: optax.GradientTransformation
 
   def run(
     self,
@@ -114,6 +116,7 @@ def prepare(
     frozen=frozen,
     source=source,
     train_step=step.make_train_step(objective, optimizer, micro_batch=config.micro_rows),
+    optimizer=optimizer,
   )
 
 

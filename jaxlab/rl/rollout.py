@@ -158,7 +158,8 @@ class RolloutSource:
     return float(noise.effective_std(params, noisy))
 
   def _sample(self, params, step: int, attempt: int, key, drawn: autoregressive.Noise | None):
-    """One batch of groups; row ids and item positions of a later attempt never repeat a former's."""
+    """One batch of groups; row ids and item positions of a later attempt never repeat a former's.
+    """
     p, g = self.config.prompts, self.config.samples
     index = item_index(
       len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key

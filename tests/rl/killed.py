@@ -29,7 +29,6 @@ RLConfig.samples = 4
 RLConfig.sequences_per_row = 4
 RLConfig.max_prompt_tokens = 64
 RLConfig.overlong_buffer = 5
-RLConfig.drop_equal_groups = True
 RLConfig.mask_truncated = False
 RLConfig.sampling = @SamplingConfig()
 RLConfig.lora = @LoRAConfig()

@@ -1,0 +1,211 @@
+"""Perplexity against float64 softmax, transformers, and worked numbers; windows and files by hand."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxlab
+from jaxlab import errors
+from jaxlab.eval import perplexity, statistics
+from jaxlab.models import causal_lm
+from jaxlab.quant import model as quant
+from tests.decode import tiny
+from tests.models import tiny as tiny_models
+
+NLL = 1e-5  # nats a token, float32 against float64
+CONFIG = perplexity.PerplexityConfig(window=10, batch_size=3)
+
+
+def documents(lengths=(33, 10, 1, 12), seed=0) -> list[list[int]]:
+  random = np.random.default_rng(seed)
+  return [random.integers(0, 400, n).tolist() for n in lengths]
+
+
+def nll_by_hand(lm, texts, window) -> list[list[float]]:
+  """-log p in float64 of full logits, window by window."""
+  forward = jax.jit(lambda tokens: lm.module.apply({"params": lm.params}, tokens))
+  found = []
+  for ids in texts:
+    for start in range(0, len(ids), window):
+      row = ids[start : start + window]
+      if len(row) > 1:
+        padded = jnp.asarray([row + [0] * (window - len(row))])
+        x = np.asarray(forward(padded))[0].astype(np.float64)
+        log_z = np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1)) + x.max(-1)
+        found.append([log_z[i] - x[i, row[i + 1]] for i in range(len(row) - 1)])
+  return found
+
+
+# --- windows
+
+
+def test_windows_do_not_overlap_and_keep_the_rest():
+  tokens_WT, length_W, document_W = perplexity.windows([[1, 2, 3, 4, 5], [6], [7, 8, 9, 10]], 3)
+  assert tokens_WT.tolist() == [[1, 2, 3], [4, 5, 0], [7, 8, 9]], "one token predicts nothing"
+  assert length_W.tolist() == [3, 2, 3] and document_W.tolist() == [0, 0, 2]
+
+
+def test_windows_stop_at_max_tokens():
+  tokens_WT, length_W, _ = perplexity.windows([[1, 2, 3], [4, 5, 6], [7, 8]], 4, max_tokens=5)
+  assert tokens_WT.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]] and length_W.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[1], [2]]])
+def test_nothing_to_predict_is_refused(texts):
+  with pytest.raises(ValueError, match="needs a text of at least two tokens"):
+    perplexity.windows(texts, 4)
+
+
+# --- numbers
+
+
+def test_the_mean_is_that_of_float64_softmax(lm):
+  texts = documents()
+  expected = nll_by_hand(lm, texts, 10)
+  found = perplexity.perplexity_of_ids(lm.module, lm.params, texts, CONFIG)
+  flat = np.concatenate(expected)
+  assert found.nll.n == len(flat) == 9 * 3 + 2 + 9 + 9 + 1 and found.windows == 7
+  assert found.nll.value == pytest.approx(flat.mean(), abs=NLL)
+  assert found.value == pytest.approx(math.exp(flat.mean()), rel=1e-4)
+  assert found.documents == 3, "one has a single token"
+
+
+def test_neither_batch_nor_padding_matters_and_there_is_one_program(lm):
+  texts = documents()
+  before = perplexity.window_nll._cache_size()
+  whole = perplexity.perplexity_of_ids(lm.module, lm.params, texts, CONFIG)
+  perplexity.perplexity_of_ids(lm.module, lm.params, texts[:1], CONFIG)
+  assert perplexity.window_nll._cache_size() <= before + 1
+  one = dataclasses.replace(CONFIG, batch_size=1)
+  alone = perplexity.perplexity_of_ids(lm.module, lm.params, texts, one)
+  assert alone.nll.value == pytest.approx(whole.nll.value, abs=1e-6)
+
+
+def test_the_interval_is_clustered_by_document_else_by_window(lm):
+  texts = documents()
+  per_window = nll_by_hand(lm, texts, 10)
+  several = perplexity.perplexity_of_ids(lm.module, lm.params, texts, CONFIG).nll
+  by_document = [per_window[:4], per_window[4:5], per_window[5:]]
+  assert several.se == pytest.approx(_cr1([sum(w, []) for w in by_document]), rel=1e-3)
+  single = perplexity.perplexity_of_ids(lm.module, lm.params, texts[:1], CONFIG).nll
+  assert single.se == pytest.approx(_cr1(per_window[:4]), rel=1e-3)
+  half = stats.t.ppf(0.975, 3) * single.se
+  assert single.ci_high - single.value == pytest.approx(half, rel=1e-6)
+
+
+def _cr1(groups) -> float:
+  values = np.concatenate(groups)
+  sums = [np.sum(np.asarray(g) - values.mean()) for g in groups]
+  return math.sqrt(len(groups) / (len(groups) - 1) * np.sum(np.square(sums))) / len(values)
+
+
+def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(lm):
+  flat = lm.params | {"embed": jnp.zeros_like(lm.params["embed"])}
+  found = perplexity.perplexity_of_ids(lm.module, flat, documents(), CONFIG)
+  assert found.value == pytest.approx(400, rel=1e-5)
+  figures = found.as_dict()
+  assert figures["perplexity"]["n"] == figures["nll_per_token"]["n"] == found.nll.n
+
+
+def test_figures_of_a_worked_example():
+  """nll 10, 3, 20 over 5, 3, 8 tokens: perplexity 7.865609 (evaluation core, oracle 6)."""
+  nll = statistics.Estimate(33 / 16, None, None, 16, None, "cr1")
+  found = perplexity.Perplexity(nll, 1, 1).as_dict()
+  assert found["perplexity"]["value"] == pytest.approx(7.865609, abs=1e-6)
+  assert found["perplexity"]["ci_low"] is None
+
+
+def test_a_packed_model_is_measured_as_it_multiplies(lm):
+  packed = dataclasses.replace(lm, params=quant.quantize(lm.params))
+  expected = np.concatenate(nll_by_hand(packed, documents(), 10)).mean()
+  found = perplexity.perplexity_of_ids(lm.module, packed.params, documents(), CONFIG)
+  assert found.nll.value == pytest.approx(expected, abs=10 * NLL)
+
+
+def test_logits_of_all_tokens_never_exist_at_once():
+  vocab, length = 20_000, 2048
+  module = causal_lm.CausalLM(
+    causal_lm.CausalLMConfig(vocab, 16, 1, 2, 2, 8, 16, max_positions=length)
+  )
+  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  compiled = perplexity.window_nll.lower(module, shapes, spec(2, length), spec(2)).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * length * vocab * 4 * 0.7
+
+
+@pytest.mark.parity
+def test_the_loss_is_that_of_transformers(tmp_path):
+  import torch
+
+  config = tiny_models.config("llama")
+  tiny_models.write_folder(tmp_path, config)
+  ours, theirs = jaxlab.load(tmp_path), tiny_models.torch_model(config)
+  ids = tiny_models.tokens(3, 20)
+  with torch.no_grad():
+    batch = torch.tensor(ids, dtype=torch.long)
+    expected = theirs(batch, labels=batch).loss.item()
+  whole = perplexity.PerplexityConfig(window=20, batch_size=3)
+  found = perplexity.perplexity_of_ids(ours.module, ours.params, ids.tolist(), whole)
+  assert found.nll.value == pytest.approx(expected, abs=1e-4)
+
+
+# --- a model and its text
+
+
+def test_a_text_is_read_through_the_tokenizer(lm):
+  texts = ["the cat sat on the mat 2024 times " * 4]
+  found = perplexity.perplexity(lm, texts, CONFIG)
+  ids = [1, *lm.tokenizer.encode(texts[0])]
+  expected = perplexity.perplexity_of_ids(lm.module, lm.params, [ids], CONFIG)
+  assert found == expected
+
+
+def test_a_window_beyond_the_context_and_a_mute_model_are_refused(lm, tmp_path):
+  with pytest.raises(ValueError, match="window: must fit the context of 128 tokens; got 129"):
+    perplexity.perplexity(lm, ["a"], dataclasses.replace(CONFIG, window=129))
+  mute = jaxlab.load(tiny.write_model(tmp_path, with_tokenizer=False))
+  with pytest.raises(ValueError, match="has no tokenizer.json"):
+    perplexity.perplexity(mute, ["a"], CONFIG)
+
+
+@pytest.mark.parametrize("field", ["window", "max_tokens", "batch_size"])
+def test_sizes_below_their_least_are_refused(field):
+  with pytest.raises(ValueError, match=rf"PerplexityConfig.{field}: must be at least"):
+    dataclasses.replace(CONFIG, **{field: 0})
+
+
+# --- files
+
+
+def test_a_text_file_is_one_document_and_jsonl_one_a_row(tmp_path):
+  (tmp_path / "a.txt").write_text("one\ntwo\n")
+  assert perplexity.read_documents(str(tmp_path / "a.txt")) == ["one\ntwo\n"]
+  rows = [{"body": "one"}, {"body": "zwei ü"}]
+  (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+  assert perplexity.read_documents(str(tmp_path / "a.jsonl"), "body") == ["one", "zwei ü"]
+
+
+@pytest.mark.parametrize(
+  "content, kind, message",
+  [
+    (None, ValueError, "the file must exist"),
+    (b"", ValueError, "must hold text; got none"),
+    (b'{"text": "a"}\n{"body": "b"}', ValueError, "row 2: field 'text' must be a text; got body."),
+    (b'{"text": 3}', ValueError, "row 1: field 'text' must be a text; got text."),
+    (b"[1]", ValueError, "row 1: field 'text' must be a text; got list."),
+    (b'{"text": "a"}\n{"text"', errors.CorruptFile, "row 2: a row must be JSON"),
+    (b'{"text": "\xff"}', errors.CorruptFile, "row 1: text must be UTF-8"),
+  ],
+)
+def test_files_that_cannot_be_read(tmp_path, content, kind, message):
+  path = tmp_path / "x.jsonl"
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(kind, match=message):
+    perplexity.read_documents(str(path))
