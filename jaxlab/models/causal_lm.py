@@ -117,6 +117,7 @@ class CausalLM(nn.Module):
   config: CausalLMConfig
   param_dtype: jax.typing.DTypeLike = jnp.float32
   remat: bool = False  # keep only each block's input for the backward pass
+  placement: Any = None  # `jaxlab.parallel.rules.Placement`: kernels are gathered over `fsdp`
 
   def setup(self):
     c = self.config
@@ -137,7 +138,7 @@ class CausalLM(nn.Module):
     return Block(self.config, self.param_dtype, parent=None)
 
   def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return jnp.take(self.get_variable("params", "embed"), tokens_BT, axis=0)
+    return jnp.take(self._whole("embed"), tokens_BT, axis=0)
 
   def hidden(
     self,
@@ -160,6 +161,8 @@ class CausalLM(nn.Module):
     module = self._block
 
     def block(params, x_BTD, layer_cache):
+      if self.placement is not None:
+        params, x_BTD = self.placement.layer(params), self.placement.rows(x_BTD)
       return module.apply({"params": params}, x_BTD, rope, attend, layer_cache)
 
     layers = self.get_variable("params", "layers")
@@ -172,12 +175,19 @@ class CausalLM(nn.Module):
   def head(self, rows: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Float32 logits of hidden rows."""
     if not self.config.tie_embeddings:
-      return weights.matmul(rows, self.get_variable("params", "head")["kernel"]).astype(jnp.float32)
-    embed_VD = self.get_variable("params", "embed").astype(rows.dtype)
+      return weights.matmul(rows, self._whole("head/kernel")).astype(jnp.float32)
+    embed_VD = self._whole("embed").astype(rows.dtype)
     flat_MD = rows.reshape(-1, rows.shape[-1])
     # Weight first: with one row the usual order is twenty times slower on a CPU.
     logits_VM = jnp.einsum("VD,MD->VM", embed_VD, flat_MD, preferred_element_type=jnp.float32)
     return logits_VM.T.reshape(*rows.shape[:-1], -1)
+
+  def _whole(self, path: str) -> Any:
+    """A parameter beside the layers, gathered over `fsdp` where there is a placement."""
+    name, *part = path.split("/")
+    w = self.get_variable("params", name)
+    w = w[part[0]] if part else w
+    return w if self.placement is None else self.placement.gather(path, w)
 
   def __call__(self, tokens_BT, positions_BT=None, attend=None) -> Float[Array, "B T V"]:
     hidden_BTD, _ = self.hidden(tokens_BT, positions_BT, attend)

@@ -78,9 +78,7 @@ class RLConfig:
   iterations: int = 1  # passes over a rollout [code NVlabs/QeRL scripts]
   minibatches: int = 1  # updates a pass [ours: the whole rollout at once]
   micro_rows: int | None = None  # packed rows in memory at once; None for all
-  sequences_per_row: int = (
-    1  # [ours: apart] answers packed into one row, sharing their common prefix
-  )
+  sequences_per_row: int = 1  # [ours: apart] answers packed into one row, prefixes shared
   drop_equal_groups: bool = False  # leave groups without variance out of the loss [DAPO §3.2]
   max_groups: int | None = None  # [ours: all] at most this many groups in an update; None for all
   max_rollouts: int = 1  # sample again until max_groups groups have variance [VERL: 10 for DAPO]

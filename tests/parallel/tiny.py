@@ -1,5 +1,6 @@
 """A decoder of two layers that every mesh of eight devices can split, with all kinds of kernels."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlab import lora
-from jaxlab.attention import dense
 from jaxlab.models import causal_lm
-from jaxlab.nn import norm, rotary, stack, weights
+from jaxlab.nn import weights
 from jaxlab.objectives import weighted
 from jaxlab.quant import fp4, nf4
 
@@ -67,23 +67,9 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def forward(params, tokens_BT, placement=None):
-  """The logits of MODULE; with a placement, layer by layer on gathered kernels."""
-  if placement is None:
-    return MODULE.apply({"params": params}, tokens_BT)
-  head = {"kernel": placement.gather("head/kernel", params["head"]["kernel"])}
-  params = params | {"embed": placement.gather("embed", params["embed"]), "head": head}
-  positions_BT = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens_BT.shape)
-  rope = rotary.rope_at(CONFIG.rope, CONFIG.head_dim, positions_BT)
-  module = causal_lm.Block(CONFIG)
-
-  def block(layer, x_BTD, cache):
-    variables = {"params": placement.layer(layer)}
-    return module.apply(variables, placement.rows(x_BTD), rope, dense.DenseAttention(), cache)
-
-  x_BTD = MODULE.apply({"params": params}, tokens_BT, method="embed")
-  x_BTD, _, _ = stack.run_layers(block, params["layers"], x_BTD, remat=True)
-  hidden_BTD = norm.rms_norm(x_BTD, params["norm"], CONFIG.norm_eps)
-  return MODULE.apply({"params": params}, hidden_BTD, method="head")
+  """The logits; with a placement, rematerialised and on gathered kernels."""
+  module = dataclasses.replace(MODULE, placement=placement, remat=placement is not None)
+  return module.apply({"params": params}, tokens_BT)
 
 
 def objective(params, batch, key, placement=None):
