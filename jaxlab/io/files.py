@@ -109,8 +109,11 @@ def refuse_pickles(path: pathlib.Path) -> None:
       f"that can run code. {CONVERT}"
     )
   with open(path, "rb") as f:
-    start = f.read(8)
-  if start.startswith(PICKLE_STARTS):
+    start = f.read(9)
+  # A safetensors file begins with the length of its header, which may look like a pickle's first
+  # bytes (640 is 0x80 0x02); the brace that opens the header cannot be there in a pickle that runs.
+  is_safetensors = path.suffix == ".safetensors" and start[8:] == b"{"
+  if start.startswith(PICKLE_STARTS) and not is_safetensors:
     raise errors.CorruptFile(
       path,
       "byte 0",

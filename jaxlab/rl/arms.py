@@ -204,6 +204,8 @@ def criteria(
   }
   dense, packed = mean[baseline], mean[quantized]
   entropy = [(packed(name), dense(name)) for name in ("entropy_start", "entropy_early")]
+  by_seed = [{r["seed"]: r for r in rows if r["arm"] == arm} for arm in (quantized, baseline)]
+  wins = lambda name: sum(by_seed[0][k][name] > by_seed[1][k][name] for k in by_seed[0])
   # Rounded, so that a gap of the very margin passes: 0.995 - 0.975 > 0.02 in floating point.
   gap = lambda arm: round(mean[arm]("accuracy_after") - dense("accuracy_after"), 9)
   gaps = {arm: gap(arm) for arm in arms}
@@ -216,7 +218,8 @@ def criteria(
       "entropy_is_higher",
       all(high > low for high, low in entropy),
       f"{quantized} {entropy[0][0]:.4f} against {baseline} {entropy[0][1]:.4f} at step 0, "
-      f"{entropy[1][0]:.4f} against {entropy[1][1]:.4f} over the first fifth (nats a token)",
+      f"{entropy[1][0]:.4f} against {entropy[1][1]:.4f} over the first fifth (nats a token); "
+      f"higher in {wins('entropy_start')} and {wins('entropy_early')} of {len(by_seed[0])} seeds",
     ),
     Criterion(
       "accuracy_is_kept",

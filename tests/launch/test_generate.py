@@ -156,7 +156,7 @@ def test_a_truncated_shard(call, tmp_path):
     (["--gin_bindings=a/SamplingConfig.top_k=3"], "a/SamplingConfig.top_k has no effect"),
     (["--gin_file=configs/generate/greedi.gin"], "Did you mean configs/generate/greedy.gin?"),
     (["--sample=3"], "Did you mean: samples"),
-    (["--samples=0"], "lower bound"),
+    (["--samples=0"], "0 is not a positive integer"),
     (["--prompts_file=x"], "--prompt: cannot go with --prompts_file."),
   ],
 )
@@ -165,7 +165,7 @@ def test_mistyped_settings(call, words, message):
 
 
 def test_a_prompt_longer_than_the_context(call):
-  assert "tokens and 8 more are asked for, but the context holds 128" in call(
+  assert "but the context holds 128. Shorten the prompt" in call(
     f"--prompt={'a' * 900}"
   ).error
 

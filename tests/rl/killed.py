@@ -52,7 +52,10 @@ def run(
   recipe: pathlib.Path, workdir: pathlib.Path, phase: str | None = None, step: int = 0,
   delay: float = 0.0,
 ) -> None:  # fmt: skip
-  """The launcher's exit code; or SIGKILL, `delay` seconds after `phase` of `step` has begun."""
+  """The launcher's exit code; or SIGKILL, `delay` seconds after `phase` of `step` has begun.
+
+  The phase "stop" is a rollout that gets SIGTERM instead.
+  """
   # What is compiled once is not compiled again: a process is killed in its work, not in XLA.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
   if phase is not None:
@@ -67,11 +70,13 @@ def _arm(phase: str, step: int, delay: float) -> None:
 
   def at(name: str):
     if name == phase and now["step"] == step:
-      threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+      signum = signal.SIGTERM if phase == "stop" else signal.SIGKILL
+      threading.Timer(delay, os.kill, (os.getpid(), signum)).start()
 
   def begin(source, index, state):
     now["step"] = index + 1
     at("rollout")
+    at("stop")
 
   def watched(make):
     return lambda *args, **kwargs: _after(lambda *_: at("update"), make(*args, **kwargs))

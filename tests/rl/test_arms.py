@@ -45,6 +45,7 @@ def test_all_criteria_can_hold():
     "nvfp4 0.0550 against bf16 0.0500 at step 0, 0.1200 against 0.1100"
     in (found["entropy_is_higher"])
   )
+  assert "higher in 1 and 2 of 2 seeds" in found["entropy_is_higher"]
   assert "bf16 0.9950; nvfp4 -0.0200, nvfp4_aqn -0.0100" in found["accuracy_is_kept"]
   assert "3.554, 4.502 bits" in found["bytes_are_4p5_bits"]
 
