@@ -24,6 +24,7 @@ from pallas_kernels import target
 PyTree = Any
 DEMO = "demo"
 PARAMS = "params"  # folder of the arrays inside a checkpoint of ours
+DEFAULT_SAMPLING = sampling.SamplingConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LM:
   def generate(
     self,
     prompts: Sequence[text.Prompt],
-    config: sampling.SamplingConfig = sampling.SamplingConfig(),
+    config: sampling.SamplingConfig = DEFAULT_SAMPLING,
     *,
     seed: int = 0,
     samples: int = 1,

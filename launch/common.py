@@ -140,8 +140,7 @@ def execute(main: Callable, verb_flags: flags.FlagValues, argv: list[str], argum
 
 @contextlib.contextmanager
 def _leave_on_signals() -> Iterator[None]:
-  """SIGTERM and SIGINT end a verb with 128 + signal; a training loop takes them over (`signals`).
-  """
+  """SIGTERM and SIGINT end a verb with 128 + signal; a training loop takes over (`signals`)."""
 
   def leave(number, frame):
     logging.info("%s: leaving.", signal.Signals(number).name)

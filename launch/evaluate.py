@@ -7,14 +7,13 @@ ones an item. Answers are kept in WORKDIR/greedy and WORKDIR/sampled: a rerun go
 python -m launch.evaluate --model=demo --gin_file=configs/evaluate/largest_of_five.gin
 python -m launch.evaluate --model=demo --perplexity=FILE"""
 
-import dataclasses
 import pathlib
 
 import jax
 from absl import flags, logging
 
 import jaxlab
-from jaxlab.decode import sampling, text
+from jaxlab.decode import text
 from jaxlab.eval import accuracy, generation, perplexity
 from jaxlab.train import budget
 from launch import common, model, prompts, registry
@@ -35,7 +34,7 @@ def main(run: common.Run) -> dict:
   drawn = registry.get("SamplingConfig")()
   path = model.required(run.flags.model)
   run.start()
-  arms = arms_of(config, drawn)
+  arms = config.arms(drawn)
   if run.flags.compare:
     for arm in arms:
       accuracy.require_scores(pathlib.Path(run.flags.compare) / arm)
@@ -46,15 +45,6 @@ def main(run: common.Run) -> dict:
   for arm, figures_of_arm in measure_accuracy(run, lm, config, arms):
     figures |= {arm_name(arm) + name: figure for name, figure in figures_of_arm.items()}
   return {"model": path, **figures}
-
-
-def arms_of(
-  config: accuracy.AccuracyConfig, drawn: sampling.SamplingConfig
-) -> dict[str, tuple[sampling.SamplingConfig, int]]:
-  """{folder: (how to sample, answers to each item)}."""
-  greedy = dataclasses.replace(drawn, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-  arms = {"greedy": (greedy, 1)} if config.greedy else {}
-  return arms | ({"sampled": (drawn, config.samples)} if config.samples else {})
 
 
 def arm_name(arm: str) -> str:

@@ -11,15 +11,14 @@ python -m launch.generate --model=demo --prompt="What is the capital of France?"
 
 import dataclasses
 import json
-import sys
 import time
 
 import jax
 from absl import flags
 
-from jaxlab.decode import chat, sampling, text
+from jaxlab.decode import sampling, text
 from jaxlab.eval import generation
-from launch import common, model, prompts, registry
+from launch import common, model, prompts, registry, terminal
 
 FLAGS = common.define_flags()
 flags.DEFINE_string("model", None, "Model folder, .gguf file, checkpoint, or 'demo'.", FLAGS)
@@ -28,7 +27,6 @@ flags.DEFINE_string("prompt", None, "One prompt.", FLAGS)
 flags.DEFINE_string("prompts_file", None, "File of prompts.", FLAGS)
 flags.DEFINE_integer("samples", 1, "Answers to each prompt.", 1, flag_values=FLAGS)
 flags.DEFINE_bool("raw", False, "Continue the text even if there is a chat template.", FLAGS)
-HELP = "Empty line or Ctrl-D: leave. /new: forget what was said."
 
 
 def main(run: common.Run) -> dict:
@@ -42,7 +40,9 @@ def main(run: common.Run) -> dict:
   work = model.decoding(rows, config.max_new_tokens, longest)
   lm = model.load(path, work=work, adapter=run.flags.adapter)
   if asked is None:
-    return talk(run, dataclasses.replace(lm, params=text.serving_params(lm.params)), config)
+    lm = dataclasses.replace(lm, params=text.serving_params(lm.params))
+    turns = terminal.talk(lm, config, run.seed, run.workdir / "generations.jsonl")
+    return {"model": path, "turns": turns}
   templated = text.require_tokenizer(lm).chat_template is not None and not run.flags.raw
   items = prompts.as_items(asked, as_messages=templated)
   return answer(run, lm, config, items)
@@ -61,7 +61,7 @@ def answer(run: common.Run, lm, config: sampling.SamplingConfig, items) -> dict:
   responses = answerer.answer(
     items, jax.random.key(run.seed), samples=samples, path=run.workdir / "responses.jsonl",
     others_allowed=True, on_batch=None if stream else model.progress("answers"),
-    on_text=(lambda row, piece: streamed.append(show(piece))) if stream else None,
+    on_text=(lambda row, piece: streamed.append(terminal.show(piece))) if stream else None,
   )  # fmt: skip
   rows = [
     {"prompt": prompts.of_item(items[i // samples]), "sample": i % samples, "text": r.text,
@@ -71,41 +71,14 @@ def answer(run: common.Run, lm, config: sampling.SamplingConfig, items) -> dict:
   lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
   common.write_atomically(run.workdir / "generations.jsonl", lines)
   if not streamed:
-    show("\n---\n".join(r.text for r in responses))
-  show("\n")
+    terminal.show("\n---\n".join(r.text for r in responses))
+  terminal.show("\n")
   return {
     "model": run.flags.model, "prompts": len(items), "answers": len(rows),
     "new_tokens": sum(row["tokens"] for row in rows),
     "stopped": sum(row["finish"] == "stop" for row in rows) / len(rows),
     "generate_seconds": round(time.monotonic() - start, 3),
   }  # fmt: skip
-
-
-def talk(run: common.Run, lm, config: sampling.SamplingConfig) -> dict:
-  """A chat until an empty line or the end of the input."""
-  session = chat.Chat(lm, config, jax.random.key(run.seed))
-  print(HELP)
-  with (run.workdir / "generations.jsonl").open("a", encoding="utf-8") as file:
-    while (line := prompts.ask("> ")) is not None:
-      if line == "/new":
-        session.reset()
-        continue
-      try:
-        reply = session.ask(line, show)
-      except ValueError as error:  # the context is full: said, and the session goes on
-        print(f"{error} Or type /new.")
-        continue
-      show("\n")
-      file.write(json.dumps({"prompt": line, "text": reply}, ensure_ascii=False) + "\n")
-      file.flush()
-  return {"model": run.flags.model, "turns": session.turns}
-
-
-def show(piece: str) -> str:
-  """Text to the terminal at once."""
-  sys.stdout.write(piece)
-  sys.stdout.flush()
-  return piece
 
 
 def run(argv: list[str] | None = None) -> None:

@@ -81,11 +81,3 @@ def as_items(asked: Sequence[text.Prompt], *, as_messages: bool) -> list[records
 def of_item(item: records.Item) -> text.Prompt:
   """The prompt of an item: its text, or its messages."""
   return list(item.messages) if item.prompt is None else item.prompt
-
-
-def ask(mark: str) -> str | None:
-  """A line from the terminal; None for an empty one or the end."""
-  try:
-    return input(mark).strip() or None
-  except EOFError:
-    return None

@@ -1,8 +1,9 @@
 """The one key/value cache: slot = position.
 
 A key of position p lives in slot p, so masks need no bookkeeping, rows may stand at different
-positions, and left padding is only a choice of positions. A write to slot S (or beyond) is dropped,
-never clamped. Dims: L B K S H T.
+positions, and left padding is only a choice of positions. With one `write` a row, what would go
+before slot 0 or to slot S and beyond is dropped, never clamped; the scalar `write` is the fast path
+of callers whose tokens all fit. Dims: L B K S H T.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class LayerCache:
   def _write(self, store, new_BTKH):
     new_BKTH = jnp.swapaxes(new_BTKH, 1, 2).astype(store.dtype)
     lead = () if self.layer is None else (self.layer,)
-    if jnp.ndim(self.write) == 0:  # all rows at one slot: one contiguous update, the caller fits it
+    if jnp.ndim(self.write) == 0:  # one contiguous update
       start = (*lead, 0, 0, self.write, 0)
       update = new_BKTH if self.layer is None else new_BKTH[None]
       return jax.lax.dynamic_update_slice(store, update, start)
@@ -48,6 +49,7 @@ class LayerCache:
     rows = jnp.arange(b)[:, None, None]
     heads = jnp.arange(kv_heads)[None, :, None]
     slots = self.write[:, None, None] + jnp.arange(t)[None, None, :]
+    slots = jnp.where(slots < 0, store.shape[-2], slots)  # an index of -1 would be the last slot
     return store.at[(*lead, rows, heads, slots)].set(new_BKTH, mode="drop")
 
 

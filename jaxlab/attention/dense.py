@@ -48,14 +48,17 @@ class DenseAttention:
       return attention(q_BTNH, k_BKSH, v_BKSH, keep_BTS)
 
     t = q_BTNH.shape[1]
-    if t <= QUERY_CHUNK or t % QUERY_CHUNK:
+    if t <= QUERY_CHUNK:
       keep_BTS = self.where.dense(rope.positions_BT, k_positions)
       return attention(q_BTNH, k_BKSH, v_BKSH, keep_BTS), layer_cache, None
-    chunks = lambda x: jnp.stack(jnp.split(x, t // QUERY_CHUNK, axis=1))
-    starts = jnp.arange(0, t, QUERY_CHUNK)
-    xs = (chunks(q_BTNH), chunks(rope.positions_BT), starts)
-    o = jax.lax.map(lambda x: rows(*x), xs)
-    return jnp.concatenate(list(o), axis=1), layer_cache, None
+    count = t // QUERY_CHUNK
+    whole = count * QUERY_CHUNK
+    chunks = lambda x: jnp.stack(jnp.split(x[:, :whole], count, axis=1))
+    xs = (chunks(q_BTNH), chunks(rope.positions_BT), jnp.arange(0, whole, QUERY_CHUNK))
+    o = list(jax.lax.map(lambda x: rows(*x), xs))
+    if whole < t:
+      o.append(rows(q_BTNH[:, whole:], rope.positions_BT[:, whole:], whole))
+    return jnp.concatenate(o, axis=1), layer_cache, None
 
 
 def attention(

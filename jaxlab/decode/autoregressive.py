@@ -171,7 +171,7 @@ class Sampler:
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
   """How many first tokens all prompts share, leaving each at least one of its own."""
-  shortest = min(len(p) for p in prompts) - 1
+  shortest = max(0, min(len(p) for p in prompts) - 1)
   table = np.asarray([p[:shortest] for p in prompts])
   differs = np.flatnonzero((table != table[:1]).any(axis=0))
   return int(differs[0]) if len(differs) else shortest

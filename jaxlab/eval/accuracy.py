@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
+from jaxlab.decode import sampling
 from jaxlab.eval import generation, records, statistics
 
 RESPONSES, SCORES = "responses.jsonl", "scores.jsonl"
@@ -41,6 +42,12 @@ class AccuracyConfig:
       )
     if not self.greedy and not self.samples:
       raise ValueError("AccuracyConfig: nothing to do; got greedy=False, samples=0. Set one.")
+
+  def arms(self, drawn: sampling.SamplingConfig) -> dict[str, tuple[sampling.SamplingConfig, int]]:
+    """{"greedy" and "sampled", as asked for: (how to sample, answers to each item)}."""
+    greedy = dataclasses.replace(drawn, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    arms = {"greedy": (greedy, 1)} if self.greedy else {}
+    return arms | ({"sampled": (drawn, self.samples)} if self.samples else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +96,7 @@ def evaluate_items(
 
 
 def _score(item, response, sample: int, rewards: Sequence[records.Reward]) -> records.Score:
-  stats: dict[str, float | None] = {}
-  for reward in rewards:
-    parts = reward(item, response)
-    if clash := stats.keys() & parts.keys():
-      raise ValueError(
-        f"evaluate_items: parts of rewards need different names; got {', '.join(clash)} twice."
-      )
-    stats |= parts
+  stats = records.score_all(rewards, item, response)
   # The first part decides, and JSON objects are written with their keys sorted: keep its name.
   return records.Score(item.id, sample, f"{_names(rewards)}:{next(iter(stats))}", stats)
 

@@ -8,7 +8,7 @@ statistics, so that any metric can be aggregated again without running the model
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 SCHEMA = 1
@@ -89,6 +89,22 @@ class Score:
 
 Reward = Callable[[Item, Response], dict[str, float | None]]
 Record = TypeVar("Record", Item, Response, Score)
+
+
+def score_all(rewards: Sequence[Reward], item: Item, response: Response) -> dict[str, float | None]:
+  """The parts of all rewards in one dict, in their order.
+
+  Raises: ValueError if two rewards share a part's name.
+  """
+  parts: dict[str, float | None] = {}
+  for reward in rewards:
+    new = reward(item, response)
+    if clash := parts.keys() & new.keys():
+      raise ValueError(
+        f"score_all: parts of rewards need different names; got {', '.join(sorted(clash))} twice."
+      )
+    parts |= new
+  return parts
 
 
 def content_id(task: str, content: Any) -> str:

@@ -230,6 +230,36 @@ def load_params(
   Returns: (params, meta), params in the structure that was saved.
   Raises: ValueError if the folder is no checkpoint, CorruptFile if it is damaged.
   """
+
+  def read(manager, step):
+    meta = _read_meta(manager, step)
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = {p: sharding(p) if sharding else default for p in meta["leaves"]}
+    arrays = _read_arrays(manager, step, meta, places)
+    return seal.rebuild(meta["nodes"], arrays), meta["user"]
+
+  return _read_newest(path, read)
+
+
+def params_shapes(path: str | os.PathLike[str]) -> PyTree:
+  """The parameters of `load_params` as `ShapeDtypeStruct`s; no array is read.
+
+  Raises: as `load_params`.
+  """
+
+  def read(manager, step):
+    meta = _read_meta(manager, step)
+    leaves = {
+      path: jax.ShapeDtypeStruct(shape, seal.dtype_of(dtype))
+      for path, (_, dtype, shape) in meta["leaves"].items()
+    }
+    return jax.eval_shape(lambda leaves: seal.rebuild(meta["nodes"], leaves), leaves)
+
+  return _read_newest(path, read)
+
+
+def _read_newest(path: str | os.PathLike[str], read: Callable[[Any, int], Any]) -> Any:
+  """`read(manager, newest step)` of a folder written by `save_params`."""
   if not is_checkpoint(path):
     raise ValueError(
       f"load_params: {path} must be a folder written by save_params; it holds no finished step. "
@@ -240,15 +270,7 @@ def load_params(
   options = ocp.CheckpointManagerOptions(read_only=True)
   with ocp.CheckpointManager(root, options=options) as manager:
     step = max(manager.all_steps())
-
-    def read():
-      meta = _read_meta(manager, step)
-      default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-      places = {p: sharding(p) if sharding else default for p in meta["leaves"]}
-      arrays = _read_arrays(manager, step, meta, places)
-      return seal.rebuild(meta["nodes"], arrays), meta["user"]
-
-    result, reason = _attempt(read)
+    result, reason = _attempt(lambda: read(manager, step))
   if reason is not None:
     raise errors.CorruptFile(root / str(step), "checkpoint", reason)
   return result

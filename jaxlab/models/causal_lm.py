@@ -1,7 +1,8 @@
 """Llama, SmolLM2, Qwen2.5 and Qwen3: one pre-norm decoder with grouped-query attention and SwiGLU.
 
 The families differ by switches of `CausalLMConfig`, not by code. Modules are pure: caches,
-attention and keys are arguments. Dims: B T D F N K H V L (see the project's legend).
+attention and keys are arguments. Dims: B rows, T tokens, D width, F MLP width, N query heads, K kv
+heads, H head width, V vocabulary, L layers.
 Sources: arXiv 2302.13971 (Llama), 2407.21783 (Llama 3), 2412.15115 (Qwen2.5), 2505.09388 (Qwen3).
 """
 

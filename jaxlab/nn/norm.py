@@ -11,7 +11,7 @@ def rms_norm(
   """x / sqrt(mean(x^2) + eps) * gain, computed in float32, returned in x's dtype.
 
   The product with the gain stays in float32 too: noise on a gain of 1 would vanish in bfloat16
-  below 2^-9 (specs of QeRL, section 2.5).
+  below 2^-9.
   """
   x32 = x.astype(jnp.float32)
   gain = gain_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain_D.shape)

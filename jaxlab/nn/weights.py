@@ -30,7 +30,8 @@ class FP4Array:
 
   Invariants: `codes.shape[-1] * 2 == scale.shape[-1] * block`, block 16 (`nvfp4`, e4m3 scale) or 32
   (`mxfp4`, E8M0 exponent byte); element = e2m1(code) * scale * s, where s is `tensor_scale`, or its
-  reciprocal when `scale_is_divisor` (scales are kept as read from the checkpoint).
+  reciprocal when `scale_is_divisor` (scales are kept as read from the checkpoint). `act_scale`,
+  a divisor or multiplier likewise, is the static scale of "fp4" activations, for NVFP4 only.
   """
 
   codes: UInt8[Array, "*stack O I_half"]
@@ -50,7 +51,15 @@ class FP4Array:
 
   @property
   def multiplier(self) -> Float32[Array, "*stack"]:
+    """What the products are multiplied by: s."""
     return 1.0 / self.tensor_scale if self.scale_is_divisor else self.tensor_scale
+
+  @property
+  def act_multiplier(self) -> Float32[Array, "*stack"] | None:
+    """The static scale of the other operand as a multiplier; None takes it from each row."""
+    if self.act_scale is None or not self.scale_is_divisor:
+      return self.act_scale
+    return 1.0 / self.act_scale
 
 
 @pytree.pytree()
@@ -89,7 +98,7 @@ class LoRA:
 
 @pytree.pytree()
 class LowRank:
-  """A kernel factored as down @ up; its product stays factored for an attention that can use it."""
+  """A kernel factored as down @ up."""
 
   down: Float[Array, "*stack I R"]
   up: Float[Array, "*stack R O"]
@@ -97,17 +106,6 @@ class LowRank:
   @property
   def shape(self) -> tuple[int, ...]:
     return (*self.down.shape[:-1], self.up.shape[-1])
-
-
-@pytree.pytree()
-class Factored:
-  """The product latent @ up, not yet multiplied: what a latent cache stores is `latent`."""
-
-  latent: Float[Array, "*rows R"]
-  up: Float[Array, "R O"]
-
-  def materialize(self) -> Float[Array, "*rows O"]:
-    return self.latent @ self.up.astype(self.latent.dtype)
 
 
 @pytree.pytree()
@@ -164,8 +162,9 @@ def matmul_many(
 ) -> tuple[Float[Array, "*rows O"], ...]:
   """`matmul` of one input with several kernels (q/k/v, gate/up).
 
-  Adapters of equal rank share one thin product x @ [a1 a2 ...], 9-12 % of the decode throughput in
-  QeRL's Table 9.
+  Adapters share one thin product x @ [a1 a2 ...] (arXiv 2510.11696 Table 9: from rank 16 to 64 they
+  cost 9-12 % of the decode throughput). What packed bases do to x, a rotation or a rounding, XLA
+  computes once: it merges equal expressions.
   """
   if not all(isinstance(w, LoRA) for w in ws):
     return tuple(matmul(x, w) for w in ws)
@@ -188,7 +187,14 @@ def broadcast_bias(
 
 def _fp4(x, w: FP4Array, layer):
   return fp4_gemm.fp4_matmul(
-    x, w.codes, w.scale, w.multiplier, layer=layer, activations=w.activations, rotation=w.rotation
+    x,
+    w.codes,
+    w.scale,
+    w.multiplier,
+    layer=layer,
+    activations=w.activations,
+    act_scale=w.act_multiplier,
+    rotation=w.rotation,
   )
 
 
@@ -205,7 +211,8 @@ def take(x: Array, index) -> Array:
 def dense(w: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*stack I O"]:
   """The kernel as one array [*stack, in, out]; adapters are merged onto the *decoded* base.
 
-  A rotated FP4 kernel is returned in the rotated basis undone, so that x @ dense(w) equals matmul.
+  The rotation of an FP4 kernel is undone, so that x @ dense(w) equals matmul(x, w), but for what
+  "fp4" activations round off.
   """
   match w:
     case LoRA():
@@ -225,8 +232,9 @@ def dense(w: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*s
 def densify(params: PyTree, dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
   """Unpacks every FP4 and NF4 kernel, also below an adapter (which stays an adapter).
 
-  For hosts where decoding at every step costs more than the memory (a CPU: 10 to 20 times); a
-  caller does this openly, by a logged rule, never inside a step.
+  For hosts with memory to spare (on a CPU a packed product takes 1.2 to 1.8 times a dense one in
+  float32, see pallas_kernels/fp4_gemm/README.md); a caller does this openly, by a logged rule,
+  never inside a step.
   """
 
   def unpack(w):
@@ -266,7 +274,8 @@ def partition(
   trainable = {path_str(p): x for p, x in flat if is_trainable(path_str(p))}
   if not trainable:
     raise ValueError(
-      "partition: no parameter matches. Attach LoRA or choose other trainable paths."
+      f"partition: some parameter must train; got a predicate that refuses all {len(flat)}. "
+      "Attach LoRA, or choose other paths."
     )
   rest = [None if path_str(p) in trainable else x for p, x in flat]
   return trainable, jax.tree.unflatten(treedef, rest)
@@ -277,7 +286,10 @@ def merge(trainable: dict[str, Array], frozen: PyTree) -> PyTree:
   flat, treedef = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=lambda x: x is None)
   missing = trainable.keys() - {path_str(p) for p, x in flat if x is None}
   if missing:
-    raise ValueError(f"merge: frozen has no free place for {sorted(missing)[:3]}. Partition again.")
+    raise ValueError(
+      "merge: trainable must be of the same partition as frozen; got no free place for "
+      f"{sorted(missing)[:3]}. Partition again."
+    )
   leaves = [trainable.get(path_str(p)) if x is None else x for p, x in flat]
   return jax.tree.unflatten(treedef, leaves)
 

@@ -12,10 +12,10 @@ import optax
 def adamw(
   lr: float | optax.Schedule,
   *,
-  b1: float = 0.9,  # [spec qerl 2.10]
-  b2: float = 0.99,  # [spec qerl 2.10]
-  eps: float = 1e-8,  # [spec qerl 2.10]
-  weight_decay: float = 0.1,  # [spec qerl 2.10]
+  b1: float = 0.9,  # [code NVlabs/QeRL scripts]
+  b2: float = 0.99,  # [code NVlabs/QeRL scripts]
+  eps: float = 1e-8,  # [code NVlabs/QeRL scripts]
+  weight_decay: float = 0.1,  # [code NVlabs/QeRL scripts]
   clip_norm: float | None = None,  # [ours: clip only when asked; QeRL's scripts use 0.2]
   decays: Callable[[str], bool] | None = None,  # [ours: `decays_by_default`]
 ) -> optax.GradientTransformation:

@@ -14,12 +14,14 @@ class OptimizerConfig:
   """AdamW and its learning rate over the updates of a run."""
 
   lr: float = 1e-5  # [paper Table 4, for NVFP4 and NF4]
-  schedule: str = "cosine"  # [spec qerl 2.10]
-  warmup: int | float = 0.1  # [spec qerl 2.10]; a share (float) or a number of updates (int)
-  b1: float = 0.9  # [spec qerl 2.10]
-  b2: float = 0.99  # [spec qerl 2.10]
-  eps: float = 1e-8  # [spec qerl 2.10]
-  weight_decay: float = 0.1  # [spec qerl 2.10]; never on norms and biases
+  schedule: str = "cosine"  # [code NVlabs/QeRL scripts]
+  warmup: int | float = (
+    0.1  # [code NVlabs/QeRL scripts]; a share (float) or a number of updates (int)
+  )
+  b1: float = 0.9  # [code NVlabs/QeRL scripts]
+  b2: float = 0.99  # [code NVlabs/QeRL scripts]
+  eps: float = 1e-8  # [code NVlabs/QeRL scripts]
+  weight_decay: float = 0.1  # [code NVlabs/QeRL scripts]; never on norms and biases
   clip_norm: float | None = 0.2  # [code NVlabs/QeRL training scripts]
 
   def __post_init__(self):

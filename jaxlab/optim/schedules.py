@@ -36,7 +36,7 @@ def linear_to_zero(lr: float, total_steps: int, warmup: int | float = 0) -> opta
 def warmup_cosine(
   lr: float,
   total_steps: int,
-  warmup: int | float = 0.1,  # [spec qerl 2.10: 10 % linear warm-up]
+  warmup: int | float = 0.1,  # [code NVlabs/QeRL scripts: 10 %, linear]
   final: float = 0.0,  # [ours: decay to zero, as transformers does]
 ) -> optax.Schedule:
   """Half a cosine from `lr` after the warm-up to `final * lr` at `total_steps`.

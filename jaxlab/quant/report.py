@@ -29,22 +29,31 @@ def _relative_error(before, after):
   return weights.map_stack(one, (before, after), before.ndim - 2)
 
 
+def formats_of(params: weights.PyTree) -> set[str]:
+  """The formats of a model's linears: "nvfp4", "mxfp4", "nf4", or the dtype of dense ones."""
+
+  def format_of_kernel(w) -> str:
+    match w.base if isinstance(w, weights.LoRA) else w:
+      case weights.FP4Array(format=name):
+        return name
+      case weights.NF4Array():
+        return "nf4"
+      case base:
+        return str(jax.tree.leaves(base)[0].dtype)
+
+  return {
+    format_of_kernel(w)
+    for path, w in weights.leaf_paths(params).items()
+    if path.startswith("layers/") and path.endswith("/kernel")
+  }
+
+
 def format_of(params: weights.PyTree) -> str:
-  """The format of a model's linears: "nvfp4", "mxfp4", "nf4", else the dtype of dense ones.
+  """The one format of a model's linears; see `formats_of`.
 
   Raises: ValueError if there are several.
   """
-  found = set()
-  for path, w in weights.leaf_paths(params).items():
-    base = w.base if isinstance(w, weights.LoRA) else w
-    if path.startswith("layers/") and path.endswith("/kernel"):
-      match base:
-        case weights.FP4Array():
-          found.add(base.format)
-        case weights.NF4Array():
-          found.add("nf4")
-        case _:
-          found.add(str(jax.tree.leaves(base)[0].dtype))
+  found = formats_of(params)
   if len(found) != 1:
     raise ValueError(f"format_of: the linears must share one format; got {sorted(found)}.")
   return found.pop()

@@ -22,9 +22,7 @@ from pallas_kernels import target
 PyTree = Any
 
 
-def load(
-  path: str, quantize: Callable[[PyTree], PyTree], config: rl_config.RLConfig
-) -> lm_lib.LM:
+def load(path: str, quantize: Callable[[PyTree], PyTree], config: rl_config.RLConfig) -> lm_lib.LM:
   """The model of a run, in host memory, after its memory budget was logged.
 
   Raises: ValueError if the run cannot fit into memory, or for a model that is not there.
@@ -57,9 +55,7 @@ def check_memory(
   logging.info("%s", budget.require_fits(parts))
 
 
-def format_of(
-  architecture: causal_lm.CausalLMConfig, quantize: Callable[[PyTree], PyTree]
-) -> str:
+def format_of(architecture: causal_lm.CausalLMConfig, quantize: Callable[[PyTree], PyTree]) -> str:
   """What `quantize` makes of a model's kernels, one of `budget.FORMATS`; allocates nothing."""
   module = causal_lm.CausalLM(architecture)
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)

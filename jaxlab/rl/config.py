@@ -23,7 +23,7 @@ class AQNConfig:
   stages: int = 10  # [paper Table 4]
   shape: str = "exponential"  # [paper Fig. 9]
   paper_form: bool = False  # [code NVlabs/QeRL: reaches sigma_end; eq. 8 does not]
-  relative: bool = False  # [ours: an experiment, spec qerl 10.5]
+  relative: bool = False  # [ours: an experiment for AWQ checkpoints]
 
   def sigma(self, step: int, total_steps: int) -> float:
     """Noise scale of a step, both counted from 0."""
@@ -84,7 +84,7 @@ class RLConfig:
   max_rollouts: int = 1  # sample again until max_groups groups have variance [VERL: 10 for DAPO]
   mask_truncated: bool = True  # [code NVlabs/QeRL]: answers without a stop token do not train
   overlong_buffer: int = 0  # [ours: off] last tokens over which a penalty grows to -1 [DAPO]
-  remat: bool = True  # recompute blocks in the backward pass [spec qerl 2.10]
+  remat: bool = True  # recompute blocks in the backward pass [ours: memory before time]
   save_every: int = 20  # steps between checkpoints [ours]
   meter_every: int = 0  # steps between off-policy meter readings; 0 is off [ours]
 

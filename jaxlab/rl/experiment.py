@@ -15,7 +15,7 @@ from jaxlab import lm as lm_lib
 from jaxlab.decode import text
 from jaxlab.eval import accuracy, generation
 from jaxlab.io import files, peft
-from jaxlab.quant import fp4
+from jaxlab.quant import report as quant_report
 from jaxlab.rl import base, loop, report
 from jaxlab.rl import config as rl_config
 from jaxlab.train import flight_recorder, signals
@@ -42,10 +42,9 @@ def run(
   trained adapters are written as a PEFT folder `adapter/`.
   """
   workdir = pathlib.Path(workdir)
-  sizes = _sizes(lm.params)
   start = time.monotonic()
   lm = base.quantized(lm, quantize)
-  sizes |= _packed_sizes(lm.params, sizes)
+  sizes = _sizes(lm.params)
   logging.info(
     "quantised in %.1f s: linears %.1f MB -> %.1f MB.", time.monotonic() - start,
     sizes["weight_bytes_bf16"] / 1e6, sizes["weight_bytes_fp4"] / 1e6,
@@ -129,14 +128,11 @@ def _gain(
 
 
 def _sizes(params: PyTree) -> dict[str, int]:
-  """Bytes of the linear kernels and of the whole model, were every array bfloat16."""
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), params)
-  sizes = fp4.weight_bytes(shapes)
-  return {"weight_bytes_bf16": sizes["linears"], "model_bytes_bf16": sizes["total"]}
-
-
-def _packed_sizes(params: PyTree, dense: dict[str, int]) -> dict[str, int]:
-  """The same after quantisation; what is not a linear kernel still counted as bfloat16."""
-  linears = fp4.weight_bytes(params)["linears"]
-  rest = dense["model_bytes_bf16"] - dense["weight_bytes_bf16"]
-  return {"weight_bytes_fp4": linears, "model_bytes_fp4": rest + linears}
+  """Bytes of the linear kernels and of the whole model, beside those of a bfloat16 one."""
+  sizes = quant_report.sizes(params)
+  return {
+    "weight_bytes_bf16": sizes["weight_bytes_bf16"],
+    "weight_bytes_fp4": sizes["weight_bytes"],
+    "model_bytes_bf16": sizes["model_bytes_bf16"],
+    "model_bytes_fp4": sizes["model_bytes"],
+  }

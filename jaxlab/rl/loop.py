@@ -14,7 +14,7 @@ import optax
 
 from jaxlab import lm as lm_lib
 from jaxlab import lora
-from jaxlab.decode import autoregressive, sampling
+from jaxlab.decode import autoregressive, sampling, text
 from jaxlab.eval import records
 from jaxlab.nn import weights
 from jaxlab.rl import batch, rollout
@@ -85,6 +85,11 @@ def prepare(
       "rl: the trainer's temperature must be the rollout's; got "
       f"{config.loss.temperature} and {config.sampling.temperature}. Set both alike."
     )
+  if config.sampling.stop_strings:
+    raise ValueError(
+      "rl: rollouts end at the tokenizer's end ids only; got stop strings "
+      f"{config.sampling.stop_strings}. Leave SamplingConfig.stop_strings empty."
+    )
   key = jax.random.key(seed)
   params = lora.attach(lm.params, config.lora, jax.random.fold_in(key, 0))
   trainable, frozen = weights.partition(params, lora.is_trainable(config.lora))
@@ -121,7 +126,5 @@ def prepare(
 
 
 def make_sampler(lm: lm_lib.LM, config: sampling.SamplingConfig) -> autoregressive.Sampler:
-  """A sampler that stops at any of the tokenizer's end ids."""
-  return autoregressive.Sampler(
-    lm.module, config, tuple(lm.tokenizer.eos_ids), lm.tokenizer.pad_id, compact=False
-  )
+  """`text.make_sampler`, in few programs: without one for every size that a batch shrinks to."""
+  return dataclasses.replace(text.make_sampler(lm, config), compact=False)

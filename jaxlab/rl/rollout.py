@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from jaxlab import noise
-from jaxlab.decode import autoregressive
+from jaxlab.decode import autoregressive, text
 from jaxlab.eval import records
 from jaxlab.nn import stack, weights
 from jaxlab.rl import advantages, batch, meter, rewards
@@ -78,18 +77,15 @@ def _conversation(item: records.Item, system_prompt: str | None) -> list[dict[st
 
 
 class Serving:
-  """The parameters as the sampler wants them.
+  """The parameters as the sampler wants them, by the rule of `text.serving_params`.
 
-  On a CPU decoding packed weights at every token costs ten to twenty times a dense product, so the
-  frozen base is unpacked and unstacked once, openly; elsewhere the trainer's own arrays serve.
+  On a CPU the frozen base is unpacked and unstacked once, openly; elsewhere the trainer's own
+  arrays serve.
   """
 
   def __init__(self, frozen: PyTree):
     self.unpacked = target.current_target().platform == "cpu"
-    if self.unpacked:
-      logging.info("rollouts: this is a CPU, so they use an unpacked float copy of the base.")
-      frozen = stack.unstack(weights.densify(frozen))
-    self._frozen = frozen
+    self._frozen = text.serving_params(frozen)
 
   def params(self, trainable: dict[str, jax.Array]) -> PyTree:
     """The policy with the given adapters and norms."""
@@ -100,7 +96,10 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSource:
-  """`rounds` of `train.fit`: `source(step, state) -> Round`."""
+  """`rounds` of `train.fit`: `source(step, state) -> Round`, a pure function of both.
+
+  Only `seen` remembers: the groups of the last call, for a table of samples.
+  """
 
   sampler: autoregressive.Sampler
   tokenizer: Any
@@ -108,10 +107,10 @@ class RolloutSource:
   data: rl_config.RLData
   config: rl_config.RLConfig
   frozen: PyTree
-  reference: dict[str, jax.Array]  # trainable arrays of the policy before training, for the KL term
+  reference: dict[str, jax.Array]  # the trainable arrays before training, for the KL term
   serving: Serving
   key: jax.Array
-  seen: list[Group] = dataclasses.field(default_factory=list)  # the last rollout, for tables
+  seen: list[Group] = dataclasses.field(default_factory=list)
 
   def __call__(self, step: int, train_state: state.TrainState) -> fit.Round:
     start = time.monotonic()
@@ -119,22 +118,21 @@ class RolloutSource:
     key = jax.random.fold_in(self.key, step)
     drawn = self._noise(sigma, key)
     params = self.serving.params(train_state.trainable)
-    groups, lengths, entropy = [], [], []
+    groups, outs = [], []
     for attempt in range(self.config.max_rollouts):
       new, out = self._sample(params, step, attempt, key, drawn)
       groups += new
-      lengths += [out.length_N]
-      entropy += [out.entropy_NT.sum() / out.length_N.sum()]
+      outs.append(out)
       if self._enough(groups):
         break
     seconds = time.monotonic() - start
     self.seen[:] = groups
     used = self._select(groups)
     metrics = summarize(groups, used) | {
-      "entropy_rollout": float(np.mean(entropy)),
+      "entropy_rollout": float(np.mean([o.entropy_NT.sum() / o.length_N.sum() for o in outs])),
       "aqn/sigma": sigma,
       "rollout_seconds": seconds,
-      "rollout_tokens": int(sum(n.sum() for n in lengths)),
+      "rollout_tokens": int(sum(o.length_N.sum() for o in outs)),
     }
     if drawn is not None:
       metrics["aqn/effective_std"] = self._effective_std(params, drawn)
@@ -150,16 +148,15 @@ class RolloutSource:
     """The noise of a rollout; None only where the run has none, so that one program serves all."""
     if self.config.aqn is None:
       return None
-    drawn = jax.random.fold_in(key, 1)
-    return autoregressive.Noise(jnp.float32(sigma), drawn, self.config.aqn.relative)
+    noise_key = jax.random.fold_in(key, 1)
+    return autoregressive.Noise(jnp.float32(sigma), noise_key, self.config.aqn.relative)
 
   def _effective_std(self, params: PyTree, drawn: autoregressive.Noise) -> float:
     noisy = noise.perturb(params, drawn.sigma, drawn.key, relative=drawn.relative)
     return float(noise.effective_std(params, noisy))
 
   def _sample(self, params, step: int, attempt: int, key, drawn: autoregressive.Noise | None):
-    """One batch of groups; row ids and item positions of a later attempt never repeat a former's.
-    """
+    """One batch of groups; no attempt repeats the row ids or item positions of another."""
     p, g = self.config.prompts, self.config.samples
     index = item_index(
       len(self.prompts.items), p, step, attempt, self.config.max_rollouts, self.key
@@ -175,17 +172,16 @@ class RolloutSource:
       row_ids=range(attempt * p * g, (attempt + 1) * p * g),
     )
     answers = [self._answer(items[row // g], out, row, step) for row in range(p * g)]
-    return self._group(ids, answers), out
+    return self._groups(ids, answers), out
 
   def _answer(
     self, item: records.Item, out: autoregressive.Completions, row: int, step: int
   ) -> Answer:
     ids = out.ids(row)
     stopped = bool(out.stopped_N[row])
-    text = self.tokenizer.decode(ids[:-1] if stopped else ids)
     response = records.Response(
       key=f"{item.id}#{step}.{row}",
-      text=text,
+      text=self.tokenizer.decode(ids[:-1] if stopped else ids),
       token_ids=tuple(ids),
       finish="stop" if stopped else "length",
     )
@@ -196,7 +192,7 @@ class RolloutSource:
     reward = rewards.weighted_sum(parts, self.data.weights)
     return Answer(item, response, parts, reward, out.logp_NT[row, : len(ids)])
 
-  def _group(self, ids, answers: list[Answer]) -> list[Group]:
+  def _groups(self, ids, answers: list[Answer]) -> list[Group]:
     c = self.config
     reward_PG = np.asarray([a.reward for a in answers], np.float64).reshape(c.prompts, c.samples)
     advantage_PG = advantages.group_advantage(reward_PG, scale=c.advantage, eps=c.advantage_eps)

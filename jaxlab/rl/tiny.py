@@ -43,10 +43,10 @@ CONFIG = {
 
 def addition_model(
   folder: str | os.PathLike[str],
-  steps: int = 1500,  # [spec qerl 7]
-  batch: int = 192,  # [spec qerl 7]
-  lr: float = 3e-3,  # [spec qerl 7]
-  wrong_share: float = 0.97,  # [spec qerl 7]
+  steps: int = 1500,  # [ours: the small experiment]
+  batch: int = 192,  # [ours: the small experiment]
+  lr: float = 3e-3,  # [ours: the small experiment]
+  wrong_share: float = 0.97,  # [ours: the small experiment]
   seed: int = 0,
 ) -> str:
   """Pre-trains the model into `folder`, or finds it there; returns the path for `jaxlab.load`.

@@ -12,7 +12,6 @@ legend; B sequences of T tokens in a training step, C tokens a chunk of the head
 """
 
 import dataclasses
-import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -21,8 +20,9 @@ import jax
 from absl import logging
 
 from jaxlab.data import assets
-from jaxlab.io import huggingface
+from jaxlab.io import huggingface, orbax
 from jaxlab.models import causal_lm, zoo
+from jaxlab.quant import report
 from pallas_kernels import target
 
 # Bits of a weight with its scales: blocks of 16 and 8-bit scales; 32 and 8; 64 and 8.
@@ -69,8 +69,8 @@ def weight_bytes(
   tables = c.vocab_size * c.width * (1 if c.tie_embeddings else 2)
   gains = (2 * c.num_layers + 1) * c.width + (2 * c.num_layers * c.head_dim if c.qk_norm else 0)
   heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-  biases = c.qkv_bias * (heads + 2 * kv) + c.o_bias * c.width + c.mlp_bias * (
-    2 * c.mlp_width + c.width
+  biases = (
+    c.qkv_bias * (heads + 2 * kv) + c.o_bias * c.width + c.mlp_bias * (2 * c.mlp_width + c.width)
   )
   rest = tables + gains + c.num_layers * biases
   bits = BITS.get(format, 8 * dtype_bytes)
@@ -113,7 +113,7 @@ def check_model(path: str | os.PathLike[str], work: Work) -> None:
 def describe_checkpoint(path: str | os.PathLike[str]) -> tuple[causal_lm.CausalLMConfig, str]:
   """Architecture and format of a model that is not loaded: (config, one of FORMATS).
 
-  A checkpoint of our own does not say its format in its config; the nearest by size on disk counts.
+  Where linears differ, the largest of their formats counts.
   Raises: ValueError for what is not there or not supported.
   """
   path = assets.demo_model_path() if str(path) == "demo" else pathlib.Path(path)
@@ -123,11 +123,9 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> tuple[causal_lm.CausalL
     )
   raw = huggingface.load_config(path)
   config = zoo.causal_lm_config(raw)
-  own = path / "params"
-  if own.is_dir():
-    stored = max(1, sum(p.stat().st_size for p in own.rglob("*") if p.is_file()))
-    sizes = {(f, b): weight_bytes(config, f, b) for f in FORMATS for b in (2, 4)}
-    return config, min(sizes, key=lambda kind: abs(math.log(stored / sizes[kind])))[0]
+  if orbax.is_checkpoint(path / "params"):
+    found = report.formats_of(orbax.params_shapes(path / "params"))
+    return config, max((f if f in BITS else "bf16" for f in found), key=lambda f: BITS.get(f, 16))
   return config, "nvfp4" if raw.get("quantization_config") else "bf16"
 
 

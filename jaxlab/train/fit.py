@@ -27,7 +27,7 @@ from jaxlab.train.state import TrainState
 
 PyTree = Any
 
-MAX_BAD_IN_A_ROW = 10  # [RELIABILITY 3] bad updates that stop the run
+MAX_BAD_IN_A_ROW = 10  # [ours: a run that skips this often learns nothing]
 
 
 class Round(NamedTuple):
@@ -101,7 +101,7 @@ def fit(
     stop: the launcher's `Interrupt`; None installs one for the length of the call.
   Returns: the state after `steps` rounds.
   Raises: ValueError if the workdir is of another run (names the entries) or ten updates in a row
-    are bad; signals.Interrupted after a signal, with everything saved.
+    are bad; signals.Interrupted after a signal, the last step saved unless it was a bad one.
   """
   _check_arguments(state, steps, save_every_steps)
   identity = _identity(fingerprint, config_text, key)

@@ -24,8 +24,8 @@ class GuardState(NamedTuple):
 def guarded(
   inner: optax.GradientTransformation,
   *,
-  window: int = 32,  # [ours: RELIABILITY 3]
-  sigmas: float = 6.0,  # [ours: RELIABILITY 3]
+  window: int = 32,  # [ours: the recent past]
+  sigmas: float = 6.0,  # [ours: what chance does not reach in a run]
 ) -> optax.GradientTransformationExtraArgs:
   """Skips an update whose loss or gradient is not finite, or whose norm is far above its past.
 

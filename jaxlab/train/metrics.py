@@ -157,4 +157,3 @@ class Progress:
       text = " ".join(f"{k} {v}" for k, v in shown.items())
       left = (self._total - done) / rate
       logging.info("step %d/%d %s %.3g steps/s %.0f s left", done, self._total, text, rate, left)
-

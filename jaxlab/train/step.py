@@ -1,6 +1,6 @@
 """One update: gradients of an objective, summed over micro-batches, divided once, applied.
 
-Dims: B batch rows. Source: the exact accumulation of DESIGN section 2 (the objective seam).
+Dims: B batch rows.
 """
 
 from collections.abc import Callable

@@ -38,6 +38,7 @@ def append(cache, i, k, v):
     ([0, 2, 4], 2, [[0, 1], [2, 3], [4, 5]]),  # a slot of its own for each row
     ([5, S, S + 3], 1, [[5], [], []]),  # S and beyond is dropped, never clamped
     ([4, 5, 0], 3, [[4, 5], [5], [0, 1, 2]]),  # what runs over the end is dropped
+    ([-2, -1, 0], 3, [[None, None, 0], [None, 0, 1], [0, 1, 2]]),  # left padding is dropped
   ],
 )
 def test_tokens_go_to_their_slots_and_nothing_else_changes(stacked, write, t, slots):
@@ -46,7 +47,8 @@ def test_tokens_go_to_their_slots_and_nothing_else_changes(stacked, write, t, sl
   expected = np.zeros((B, K, S, H), np.float32)
   for b, row in enumerate(slots):
     for i, slot in enumerate(row):
-      expected[b, :, slot] = np.asarray(k)[b, i]
+      if slot is not None:
+        expected[b, :, slot] = np.asarray(k)[b, i]
   found_k, found_v = layer_of(cache, 1).read()
   np.testing.assert_array_equal(found_k, expected)
   np.testing.assert_array_equal(found_v != 0, found_k != 0)

@@ -59,15 +59,18 @@ def attend(q, k, v, positions, where=None, layer_cache=None):
   return layer(q, k, v, rope, layer_cache)
 
 
-def test_chunked_queries_are_the_unchunked(monkeypatch):
+@pytest.mark.parametrize("chunk", [2, 3, 5])  # with and without a rest
+def test_chunked_queries_are_the_unchunked(monkeypatch, chunk):
   q, k, v = random(1, 8, 2, 4), random(1, 8, 2, 4, seed=1), random(1, 8, 2, 4, seed=2)
   positions = jnp.arange(8)[None]
+  segment, until = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1]]), jnp.array([[8, 4, 8, 6, 8, 8, 8, 8]])
+  where = masks.Where(segment_q_BT=segment, segment_k_BS=segment, until_BS=until)
 
   def loss(q, k, v):
-    return jnp.sum(attend(q, k, v, positions)[0] ** 2)
+    return jnp.sum(attend(q, k, v, positions, where)[0] ** 2)
 
   whole, whole_grads = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-  monkeypatch.setattr(dense, "QUERY_CHUNK", 2)
+  monkeypatch.setattr(dense, "QUERY_CHUNK", chunk)
   chunked, chunked_grads = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
   np.testing.assert_allclose(chunked, whole, rtol=1e-6)
   for a, b in zip(chunked_grads, whole_grads, strict=True):

@@ -1,6 +1,7 @@
 """Real weights: SmolLM2-135M-Instruct, exported and loaded by transformers, says the same tokens.
 
-Reference: transformers >= 5.24 `generate` without sampling, torch 2.13, float32, one prompt at a time.
+Reference: transformers >= 5.24 `generate` without sampling, torch 2.13, float32, a prompt at a
+time.
 """
 
 import jax
@@ -26,7 +27,8 @@ QUESTIONS = (
 TEXTS = (
   "The capital of France is", "Water boils at a temperature of", "def add(a, b):\n  return",
   "Once upon a time, there was a", "1, 2, 3, 4, 5,", "The opposite of hot is",
-  "Dear Sir or Madam,\n\nI am writing to", "La vie est", "import numpy as np\n", "Roses are red,",
+  "Dear Sir or Madam,\n\nI am writing to", "Bonjour, je m'appelle", "import numpy as np\n",
+  "Roses are red,",
 )  # fmt: skip
 
 

@@ -55,9 +55,7 @@ class Scripted(autoregressive.Sampler):
           length_N[row], stopped_N[row] = t + 1, ids[t] == 2
       if on_chunk and t and t % self.chunk_tokens == 0:
         stopped_N |= on_chunk(tokens_NT, length_N)
-    return autoregressive.Completions(
-      tokens_NT, length_N, logp_NT, logp_NT, -logp_NT, stopped_N
-    )
+    return autoregressive.Completions(tokens_NT, length_N, logp_NT, logp_NT, -logp_NT, stopped_N)
 
 
 def complete(words, *said, stops=(), on_text=None) -> text.Generated:
@@ -88,7 +86,10 @@ def test_a_stop_string_ends_a_row_wherever_the_host_looked(words, monkeypatch, c
 TEXTS = st.text(st.sampled_from("ab.\n é日🤗"), min_size=1, max_size=20)
 
 
-@hp.given(said=TEXTS, stops=st.lists(TEXTS.map(lambda s: s[:3]), max_size=2), chunk=st.integers(1, 5))
+STOPS = st.lists(TEXTS.map(lambda s: s[:3]), max_size=2)
+
+
+@hp.given(said=TEXTS, stops=STOPS, chunk=st.integers(1, 5))
 @hp.settings(max_examples=60, suppress_health_check=[hp.HealthCheck.function_scoped_fixture])
 def test_what_is_streamed_is_what_is_returned(words, monkeypatch, said, stops, chunk):
   monkeypatch.setattr(text, "LOOK_TOKENS", chunk)
@@ -149,7 +150,7 @@ def test_accelerators_serve_what_is_trained(lm):
 
 def test_generate_is_the_sampler_and_the_tokenizer(lm):
   prompts = ["the cat", [{"role": "user", "content": "hat"}]]
-  pieces = {row: "" for row in range(4)}
+  pieces = dict.fromkeys(range(4), "")
 
   def on_text(row, piece):
     pieces[row] += piece

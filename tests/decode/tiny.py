@@ -1,4 +1,4 @@
-"""A language model with tokenizer and chat template, as a folder, that says random bytes at once."""
+"""A folder with a language model, tokenizer and chat template, that says random bytes at once."""
 
 import pathlib
 

@@ -139,9 +139,8 @@ def test_a_killed_run_goes_on_where_it_was(answerer, answers, tmp_path, asked):
     path.write_bytes(b"".join(lines[:kept]) + torn)
     asked.clear()
     reports = []
-    again = answerer.answer(
-      ITEMS, KEY, samples=2, path=path, on_batch=lambda done, total: reports.append((done, total))
-    )
+    report = lambda *progress, reports=reports: reports.append(progress)
+    again = answerer.answer(ITEMS, KEY, samples=2, path=path, on_batch=report)
     assert without_files(again) == without_files(answers)
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
     items_left = 7 - kept // 2

@@ -1,4 +1,4 @@
-"""Perplexity against float64 softmax, transformers, and worked numbers; windows and files by hand."""
+"""Perplexity against float64 softmax, transformers, worked numbers; windows and files by hand."""
 
 import dataclasses
 import json

@@ -296,5 +296,3 @@ def test_no_secret_reaches_workdir_log_or_traceback(call, workdir, monkeypatch):
   everything = out + err + "".join(p.read_text() for p in workdir.iterdir())
   assert code == 1 and "[redacted]" in everything
   assert CANARY not in everything and "canary-of-the-environment" not in everything
-
-

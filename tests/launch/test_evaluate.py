@@ -1,5 +1,6 @@
 """`launch.evaluate`: accuracy, comparison, perplexity; resumed runs; mistakes in one line."""
 
+import dataclasses
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import time
 import pytest
 
 import jaxlab
+from jaxlab.decode import sampling
 from jaxlab.eval import accuracy, perplexity, records
 from jaxlab.quant import model as quant
 from jaxlab.train import budget
@@ -35,11 +37,10 @@ def questions(tmp_path_factory, model):
   """Ten questions; the model's own greedy answer is right for the first four."""
   lm = jaxlab.load(model)
   asked = [f"hat {i}" for i in range(10)]
-  from jaxlab.decode import sampling
-
   config = sampling.SamplingConfig(max_new_tokens=6, temperature=0.0)
   said = lm.generate([[{"role": "user", "content": q}] for q in asked], config).texts
-  rows = [{"question": q, "answer": a.strip() if i < 4 else "-"} for i, (q, a) in enumerate(zip(asked, said))]
+  answers = [text.strip() if i < 4 else "-" for i, text in enumerate(said)]
+  rows = [{"question": q, "answer": a} for q, a in zip(asked, answers, strict=True)]
   path = tmp_path_factory.mktemp("data") / "questions.jsonl"
   path.write_text("\n".join(map(json.dumps, rows)))
   return path
@@ -89,8 +90,6 @@ def test_a_rerun_goes_on_and_another_model_is_refused(call, workdir, tmp_path, m
     k: v for k, v in first.items() if k not in timing
   }
   lm = jaxlab.load(model)
-  import dataclasses
-
   jaxlab.save(dataclasses.replace(lm, params=quant.quantize(lm.params)), tmp_path / "packed")
   error = call(model=tmp_path / "packed").error
   assert "holds 10 answers of another model, or to other items or settings." in error
@@ -205,7 +204,8 @@ def test_missing_model_long_prompt_and_little_memory(call, tmp_path, monkeypatch
 @pytest.mark.soak
 def test_a_killed_evaluation_ends_with_the_same_figures(workdir, model, questions, tmp_path):
   def start(folder):
-    line = words(folder, model, questions, "AccuracyConfig.samples=3", "AccuracyConfig.batch_size=3")
+    settings = ("AccuracyConfig.samples=3", "AccuracyConfig.batch_size=3")
+    line = words(folder, model, questions, *settings)
     environment = {**os.environ, "PYTHONPATH": str(common.ROOT)}
     command = [sys.executable, "-m", "launch.evaluate", *line]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)

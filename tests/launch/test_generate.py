@@ -33,7 +33,8 @@ def lm(model):
 @pytest.fixture
 def call(capsys, workdir, model):
   def call(*words, model=model):
-    return verbs.call("generate", [f"--workdir={workdir}", SHORT, f"--model={model}", *words], capsys)
+    first = [f"--workdir={workdir}", SHORT, f"--model={model}"]
+    return verbs.call("generate", [*first, *words], capsys)
 
   return call
 
@@ -67,7 +68,8 @@ def test_a_file_of_prompts_with_samples(call, workdir, tmp_path):
   assert done.code == 0, done.err
   rows = verbs.rows(workdir / "generations.jsonl")
   assert [row["sample"] for row in rows] == [0, 1, 0, 1]
-  assert [row["prompt"] for row in rows[1:3]] == [[{"role": "user", "content": "the cat"}], messages]
+  conversation = [{"role": "user", "content": "the cat"}]
+  assert [row["prompt"] for row in rows[1:3]] == [conversation, messages]
   assert done.out == "\n---\n".join(row["text"] for row in rows) + "\n"
   assert len({row["text"] for row in rows}) == 4
 
@@ -149,7 +151,7 @@ def test_a_truncated_shard(call, tmp_path):
 @pytest.mark.parametrize(
   "words, message",
   [
-    (["--gin_bindings=SamplingConfig.temprature=1.0"], "Did you mean temperature?"),
+    (["--gin_bindings=SamplingConfig.temperatures=1.0"], "Did you mean temperature?"),
     (["--gin_bindings=SamplingConfig.top_k='all'"], "SamplingConfig.top_k must be int; got 'all'."),
     (["--gin_bindings=SamplingConfig.top_p=2.0"], "SamplingConfig.top_p: out of range; got 2.0."),
     (["--gin_bindings=quantize.format='nf4'"], "quantize.format has no effect"),
@@ -165,9 +167,7 @@ def test_mistyped_settings(call, words, message):
 
 
 def test_a_prompt_longer_than_the_context(call):
-  assert "but the context holds 128. Shorten the prompt" in call(
-    f"--prompt={'a' * 900}"
-  ).error
+  assert "but the context holds 128. Shorten the prompt" in call(f"--prompt={'a' * 900}").error
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,8 @@ def test_a_prompt_longer_than_the_context(call):
   [
     ("a.txt", None, "--prompts_file: the file must exist"),
     ("a.txt", "\n \n", "must hold at least one prompt; got none"),
-    ("a.jsonl", '{"prompt": "a"}\n{"text": "b"}', "row 2: needs a field 'prompt' or 'messages'; got text."),
+    ("a.jsonl", '{"prompt": "a"}\n{"text": "b"}',
+     "row 2: needs a field 'prompt' or 'messages'; got text."),
     ("a.jsonl", '{"messages": [{"role": "boss"}]}', "row 1: Item: a message is a role"),
     ("a.jsonl", '{"prompt": "a"}\n{"pro', "row 2: must be JSON"),
   ],

@@ -1,4 +1,4 @@
-"""`launch.quantize`: what it writes loads again and says what it did; what it refuses, in one line."""
+"""`launch.quantize`: what it writes loads again and says what it did; refusals take one line."""
 
 import dataclasses
 import json
@@ -9,10 +9,9 @@ import pytest
 
 import jaxlab
 from jaxlab.nn import weights
-from jaxlab.quant import fp4, report
+from jaxlab.quant import by_group, fp4, report
 from jaxlab.quant import model as quant
 from jaxlab.train import budget
-from launch import quantize
 from tests.decode import tiny
 from tests.launch import verbs
 from tests.models import tiny as tiny_models
@@ -62,7 +61,7 @@ def test_what_is_written_is_the_model_quantised(capsys, workdir, tmp_path, model
 def test_errors_are_those_of_the_decoded_matrices(capsys, workdir, tmp_path, model):
   assert run(capsys, workdir, model, tmp_path / "out").code == 0
   found = verbs.result(workdir)
-  before, after = jaxlab.load(model).params["layers"], jaxlab.load(tmp_path / "out").params["layers"]
+  before, after = (jaxlab.load(path).params["layers"] for path in (model, tmp_path / "out"))
   errors = {}
   for name in ("q", "k", "v", "o", "gate", "up", "down"):
     w, new = (np.asarray(weights.dense(p[name]["kernel"]), np.float64) for p in (before, after))
@@ -76,9 +75,19 @@ def test_errors_are_those_of_the_decoded_matrices(capsys, workdir, tmp_path, mod
   assert rows == [(i, pytest.approx(table[:, i].max(), rel=1e-4)) for i in range(2)]
 
 
+def test_a_16_bit_checkpoint_stays_one(capsys, workdir, tmp_path):
+  """Half the memory, the same codes: what is rounded is read in float32 anyway."""
+  folder = tmp_path / "half"
+  tiny_models.write_folder(folder, CONFIG, dtype=tiny_models.BF16)
+  done = run(capsys, workdir, folder, tmp_path / "out")
+  assert done.code == 0 and "dense parameters in bfloat16 (as asked)" in done.err, done.err
+  expected = quant.quantize(jaxlab.load(folder).params)
+  jax.tree.map(np.testing.assert_array_equal, jaxlab.load(tmp_path / "out").params, expected)
+
+
 def test_groups_together_are_the_whole_model(model):
   lm = jaxlab.load(model)
-  grouped, errors = quantize.quantize_by_group(lm, quant.quantize)
+  grouped, errors = by_group.quantize_by_group(lm, quant.quantize)
   jax.tree.map(np.testing.assert_array_equal, grouped.params, quant.quantize(lm.params))
   assert set(errors) == {"q", "k", "v", "o", "gate", "up", "down"}
 
@@ -98,7 +107,7 @@ def test_a_quantised_model_is_refused(capsys, workdir, tmp_path, model):
   "binding, message",
   [
     ("quantize.format='int4'", "unknown format; got 'int4'. Use one of nvfp4, mxfp4, nf4, bf16."),
-    ("quantize.fromat='nf4'", "quantize has no argument 'fromat'. Did you mean format?"),
+    ("quantize.formats='nf4'", "quantize has no argument 'formats'. Did you mean format?"),
     ("quantise.format='nf4'", "nothing is called 'quantise'. Did you mean quantize?"),
     ("quantize.format=4", "quantize.format must be str; got 4."),
     ("SamplingConfig.top_k=4", "SamplingConfig.top_k has no effect"),

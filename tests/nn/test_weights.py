@@ -9,6 +9,7 @@ import pytest
 
 from jaxlab.nn import weights
 from jaxlab.quant import fp4, nf4
+from pallas_kernels.fp4_gemm import codec
 
 M, I, O, R = 5, 64, 48, 4
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -89,8 +90,6 @@ def test_matmul_many_with_unequal_ranks():
 
 
 def test_a_rotated_kernel_is_multiplied_in_its_own_basis():
-  from pallas_kernels.fp4_gemm import codec
-
   dense, x = random(I, O), random(M, I, seed=3)
   rotated = fp4.quantize(codec.unrotate(dense, 16))  # H is its own inverse
   w = dataclasses.replace(rotated, rotation=16)
@@ -113,6 +112,24 @@ def params() -> dict:
   }
 
 
+@pytest.mark.parametrize("divisor", [True, False])
+def test_static_activation_scales_reach_the_product(divisor):
+  """Stacked or not, as divisor and as multiplier; under 1e-6 no value above 0.003 is left."""
+  x, w = random(M, I, seed=3), fp4.quantize(random(2, I, O))
+  layer = lambda w, i: jax.tree.map(lambda part: part[i], w)
+  scale = jnp.asarray([1.0, 1e-6], jnp.float32)
+  own = 1 / w.multiplier if divisor else w.multiplier
+  w = dataclasses.replace(
+    w, activations="fp4", tensor_scale=own, act_scale=1 / scale if divisor else scale,
+    scale_is_divisor=divisor,
+  )  # fmt: skip
+  for i in (0, 1):
+    expected = codec.fake_quantize(x, "nvfp4", scale[i]) @ weights.dense(layer(w, i))
+    np.testing.assert_allclose(weights.matmul(x, weights.At(w, jnp.int32(i))), expected, atol=1e-5)
+    np.testing.assert_allclose(weights.matmul(x, layer(w, i)), expected, atol=1e-5)
+  assert np.abs(expected).max() < 0.1  # of the last layer
+
+
 def test_paths():
   assert set(weights.leaf_paths(params())) == {"embed", "layers/attn_norm", "layers/q/kernel"}
   trainable, _ = weights.partition(params(), lambda path: True)
@@ -131,7 +148,7 @@ def test_merge_undoes_partition():
 
 
 def test_partition_and_merge_refuse_what_cannot_be_meant():
-  with pytest.raises(ValueError, match="no parameter matches"):
+  with pytest.raises(ValueError, match="some parameter must train; got a predicate"):
     weights.partition(params(), lambda p: False)
   trainable, frozen = weights.partition(params(), lambda p: p == "embed")
   with pytest.raises(ValueError, match="no free place for .'other'"):

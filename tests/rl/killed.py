@@ -49,32 +49,34 @@ AQNConfig.sigma_start = 0.1
 
 
 def run(
-  recipe: pathlib.Path, workdir: pathlib.Path, phase: str | None = None, step: int = 0,
+  recipe: pathlib.Path, workdir: pathlib.Path, phase: str | None = None, rounds: int = 0,
   delay: float = 0.0,
 ) -> None:  # fmt: skip
-  """The launcher's exit code; or SIGKILL, `delay` seconds after `phase` of `step` has begun.
+  """The launcher's exit code; or SIGKILL, `delay` seconds after a phase has begun.
 
-  The phase "stop" is a rollout that gets SIGTERM instead.
+  That is the first `phase` from the start of this process's `rounds`-th round on. The phase "stop"
+  is a rollout that gets SIGTERM instead.
   """
   # What is compiled once is not compiled again: a process is killed in its work, not in XLA.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
   if phase is not None:
-    _arm(phase, step, delay)
+    _arm(phase, rounds, delay)
   words = ["rl", f"--gin_file={recipe}", f"--workdir={workdir}"]
   raise SystemExit(common.execute(rl.main, rl.FLAGS, words))
 
 
-def _arm(phase: str, step: int, delay: float) -> None:
-  """Has this process end in `phase` of `step`, whatever it is doing `delay` seconds later."""
-  now = {"step": 0}
+def _arm(phase: str, rounds: int, delay: float) -> None:
+  """Has this process end `delay` seconds after `phase` has begun, whatever it is doing then."""
+  signum = signal.SIGTERM if phase == "stop" else signal.SIGKILL
+  timer = threading.Timer(delay, os.kill, (os.getpid(), signum))
+  begun = []
 
   def at(name: str):
-    if name == phase and now["step"] == step:
-      signum = signal.SIGTERM if phase == "stop" else signal.SIGKILL
-      threading.Timer(delay, os.kill, (os.getpid(), signum)).start()
+    if name == phase and len(begun) >= rounds and timer.ident is None:
+      timer.start()
 
   def begin(source, index, state):
-    now["step"] = index + 1
+    begun.append(index)
     at("rollout")
     at("stop")
 
@@ -82,7 +84,7 @@ def _arm(phase: str, step: int, delay: float) -> None:
     return lambda *args, **kwargs: _after(lambda *_: at("update"), make(*args, **kwargs))
 
   _replace(rollout.RolloutSource, "__call__", functools.partial(_after, begin))
-  _replace(rollout.rewards, "score_all", functools.partial(_after, lambda *_: at("reward")))
+  _replace(rollout.RolloutSource, "_answer", functools.partial(_after, lambda *_: at("reward")))
   _replace(train_steps, "make_train_step", watched)
   _replace(orbax.CheckpointStore, "save", functools.partial(_after, lambda *_: at("save")))
 

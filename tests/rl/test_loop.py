@@ -63,7 +63,7 @@ def test_the_base_is_shared_and_never_written(packed_lm, trained):
            if isinstance(w, weights.LoRA)]  # fmt: skip
   assert buffers(base) == buffers(after)
   assert set(buffers(base)) <= set(buffers(trainer.frozen))
-  assert params["embed"].unsafe_buffer_pointer() == packed_lm.params["embed"].unsafe_buffer_pointer()
+  assert buffers(params["embed"]) == buffers(packed_lm.params["embed"])
 
 
 def test_the_first_update_moves_b_and_the_norms_but_not_a(packed_lm):
@@ -138,6 +138,11 @@ def test_settings_that_contradict_each_other(lm):
   data = rl_config.RLData(train=tiny.items(), rewards=(tiny.even_digits,))
   with pytest.raises(ValueError, match="temperature must be the rollout's; got 1.0 and 0.7"):
     loop.prepare(lm, data, hot, 0)
+  stops = tiny.config(sampling=sampling.SamplingConfig(max_new_tokens=6, stop_strings=("a",)))
+  with pytest.raises(
+    ValueError, match="end at the tokenizer's end ids only; got stop strings .'a'"
+  ):
+    loop.prepare(lm, data, stops, 0)
   with pytest.raises(ValueError, match="has no tokenizer.json"):
     loop.prepare(dataclasses.replace(lm, tokenizer=None), data, tiny.config(), 0)
 

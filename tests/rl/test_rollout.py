@@ -50,9 +50,7 @@ def test_recorded_log_probabilities_are_the_trainers(packed_lm, per_row):
   trainable = tiny.moved(trainer.state.trainable)
   (batch,) = trainer.source(0, at(trainer, trainable)).batches
   assert batch.mask_RQT.sum() > 30
-  logp = rollout.score_step(
-    packed_lm.module, trainer.config.loss, trainable, trainer.frozen, batch
-  )
+  logp = rollout.score_step(packed_lm.module, trainer.config.loss, trainable, trainer.frozen, batch)
   assert masked_gap(batch, logp) < ROUNDING
   base = rollout.score_step(
     packed_lm.module, trainer.config.loss, trainer.state.trainable, trainer.frozen, batch
@@ -77,9 +75,7 @@ def test_a_rollout_is_a_function_of_step_and_adapters(packed_lm):
 def test_an_epoch_asks_every_item_once(items, count):
   key = jax.random.key(3)
   steps = -(-3 * items // count)
-  asked = [
-    i for step in range(steps) for i in rollout.item_index(items, count, step, 0, 1, key)
-  ]
+  asked = [i for step in range(steps) for i in rollout.item_index(items, count, step, 0, 1, key)]
   for epoch in range(len(asked) // items):
     assert sorted(asked[epoch * items : (epoch + 1) * items]) == list(range(items))
   assert asked[:items] != asked[items : 2 * items]  # a new order

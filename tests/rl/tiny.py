@@ -48,9 +48,7 @@ def write_model(folder: pathlib.Path) -> pathlib.Path:
   """A folder with weights, config and tokenizer."""
   tiny_models.write_folder(folder, CONFIG)
   (folder / "tokenizer.json").write_text(tokenizer().to_str())
-  (folder / "tokenizer_config.json").write_text(
-    '{"eos_token": "<|im_end|>", "pad_token": "<pad>"}'
-  )
+  (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<pad>"}')
   (folder / "chat_template.jinja").write_text(CHAT)
   return folder
 

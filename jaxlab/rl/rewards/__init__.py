@@ -1,7 +1,7 @@
 """Rewards: `(Item, Response) -> {part: float | None}`; None is "not measured", never 0."""
 
-from jaxlab.eval.records import Reward
-from jaxlab.rl.rewards.combine import score_all, weighted_sum
+from jaxlab.eval.records import Reward, score_all
+from jaxlab.rl.rewards.combine import weighted_sum
 from jaxlab.rl.rewards.dapo import dapo
 from jaxlab.rl.rewards.gsm8k import gsm8k_hash, gsm8k_tags
 from jaxlab.rl.rewards.math import bigmath, math_equal

@@ -1,22 +1,7 @@
-"""Several rewards of one completion: all measured, then one number."""
+"""From the measured parts of a completion's rewards to one number."""
 
 import math
-from collections.abc import Mapping, Sequence
-
-from jaxlab.eval.records import Item, Response, Reward
-
-
-def score_all(rewards: Sequence[Reward], item: Item, response: Response) -> dict[str, float | None]:
-  """The parts of all rewards in one dict. Raises: ValueError if two rewards share a part's name."""
-  parts: dict[str, float | None] = {}
-  for reward in rewards:
-    new = reward(item, response)
-    if clash := parts.keys() & new.keys():
-      raise ValueError(
-        f"score_all: parts of rewards need different names; got {', '.join(sorted(clash))} twice."
-      )
-    parts |= new
-  return parts
+from collections.abc import Mapping
 
 
 def weighted_sum(
