@@ -63,10 +63,6 @@ class KVCache:
   v: Any
   write: Int[Array, ""] | Int[Array, "B"] | None
 
-  @property
-  def num_slots(self) -> int:
-    return (self.k[0] if isinstance(self.k, list) else self.k).shape[-2]
-
   def layer(self, index) -> LayerCache:
     if isinstance(self.k, list):
       return LayerCache(self.k[index], self.v[index], self.write)

@@ -107,7 +107,7 @@ def check_model(path: str | os.PathLike[str], work: Work) -> None:
 
   Raises: ValueError with the numbers if that cannot fit, or for a model that is not there.
   """
-  logging.info(require_fits(memory_budget(*describe_checkpoint(path), work)))
+  logging.info("%s", require_fits(memory_budget(*describe_checkpoint(path), work)))
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> tuple[causal_lm.CausalLMConfig, str]:

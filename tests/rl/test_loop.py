@@ -140,7 +140,7 @@ def test_settings_that_contradict_each_other(lm):
     loop.prepare(lm, data, hot, 0)
   stops = tiny.config(sampling=sampling.SamplingConfig(max_new_tokens=6, stop_strings=("a",)))
   with pytest.raises(
-    ValueError, match="end at the tokenizer's end ids only; got stop strings .'a'"
+    ValueError, match="the tokenizer's end ids only; got stop strings .'a'"
   ):
     loop.prepare(lm, data, stops, 0)
   with pytest.raises(ValueError, match="has no tokenizer.json"):
