@@ -59,14 +59,15 @@ def _running_target() -> Target:
 
 
 @contextlib.contextmanager
-def use_target(name: str) -> Iterator[Target]:
+def use_target(name: str | Target) -> Iterator[Target]:
   """Makes `current_target()` answer `name` in this thread, for compiling for absent hardware.
 
   Args:
-    name: one of "cpu", "h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x".
+    name: one of "cpu", "h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x", or a Target.
   Raises: ValueError for another name.
   """
-  if name not in TARGETS:
+  if isinstance(name, str) and name not in TARGETS:
     raise ValueError(f"use_target: unknown target; got {name!r}. Use one of {', '.join(TARGETS)}.")
-  with _override(TARGETS[name]):
-    yield TARGETS[name]
+  target = TARGETS[name] if isinstance(name, str) else name
+  with _override(target):
+    yield target

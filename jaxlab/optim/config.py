@@ -15,9 +15,7 @@ class OptimizerConfig:
 
   lr: float = 1e-5  # [paper Table 4, for NVFP4 and NF4]
   schedule: str = "cosine"  # [code NVlabs/QeRL scripts]
-  warmup: int | float = (
-    0.1  # [code NVlabs/QeRL scripts]; a share (float) or a number of updates (int)
-  )
+  warmup: int | float = 0.1  # [code NVlabs/QeRL scripts]; a share (float) or updates (int)
   b1: float = 0.9  # [code NVlabs/QeRL scripts]
   b2: float = 0.99  # [code NVlabs/QeRL scripts]
   eps: float = 1e-8  # [code NVlabs/QeRL scripts]

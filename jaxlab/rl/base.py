@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxlab import lm as lm_lib
 from jaxlab.models import causal_lm
-from jaxlab.nn import weights
+from jaxlab.quant import report
 from jaxlab.rl import config as rl_config
 from jaxlab.train import budget
 from pallas_kernels import target
@@ -28,7 +28,8 @@ def load(path: str, quantize: Callable[[PyTree], PyTree], config: rl_config.RLCo
   Raises: ValueError if the run cannot fit into memory, or for a model that is not there.
   """
   check_memory(path, quantize, config)
-  with _host():
+  # The dtype is chosen for the device that will compute, not for the host that holds the arrays.
+  with target.use_target(target.current_target()), _host():
     return lm_lib.load(path)
 
 
@@ -60,14 +61,8 @@ def format_of(architecture: causal_lm.CausalLMConfig, quantize: Callable[[PyTree
   module = causal_lm.CausalLM(architecture)
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
-  kernel = jax.eval_shape(quantize, shapes)["layers"]["q"]["kernel"]
-  match kernel:
-    case weights.FP4Array():
-      return kernel.format
-    case weights.NF4Array():
-      return "nf4"
-    case _:
-      return "bf16"
+  format = report.format_of(jax.eval_shape(quantize, shapes))
+  return format if format in budget.BITS else "bf16"
 
 
 def work(config: rl_config.RLConfig, format: str) -> budget.Work:

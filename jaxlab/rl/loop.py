@@ -80,6 +80,11 @@ def prepare(
   """
   if lm.tokenizer is None:
     raise ValueError(f"rl: {lm.path} has no tokenizer.json. Put the model's tokenizer beside it.")
+  if config.sampling.stop_strings:
+    raise ValueError(
+      "rl: rollouts end at the tokenizer's end ids only, so that every token has a log-probability; "
+      f"got SamplingConfig.stop_strings={config.sampling.stop_strings}. Leave it empty."
+    )
   if config.loss.temperature != config.sampling.temperature:
     raise ValueError(
       "rl: the trainer's temperature must be the rollout's; got "

@@ -9,7 +9,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from absl import flags
+from absl import flags, logging
 
 import launch
 from jaxlab.train import signals
@@ -46,7 +46,10 @@ def call(monkeypatch, tmp_path, capsys):
     out, err = capsys.readouterr()
     return code, out, err
 
-  return call
+  verbosity, handlers = logging.get_verbosity(), list(logging.get_absl_logger().root.handlers)
+  yield call
+  logging.set_verbosity(verbosity)
+  logging.get_absl_logger().root.handlers[:] = handlers
 
 
 def error_line(err: str) -> str:

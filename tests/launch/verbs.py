@@ -5,6 +5,7 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
+from absl import logging
 from absl.testing import flagsaver
 
 from launch import common
@@ -27,15 +28,18 @@ class Done(NamedTuple):
 
 
 def call(verb: str, words: list[str], capsys) -> Done:
-  """`python -m launch.VERB WORDS`, flags as they were afterwards."""
+  """`python -m launch.VERB WORDS`, flags and the log as they were afterwards."""
   module = importlib.import_module(f"launch.{verb}")
   saved = flagsaver.save_flag_values(module.FLAGS)
+  verbosity, handlers = logging.get_verbosity(), list(logging.get_absl_logger().root.handlers)
   try:
     code = common.execute(
       module.main, module.FLAGS, [verb, *words], getattr(module, "ARGUMENTS", "")
     )
   finally:
     flagsaver.restore_flag_values(saved, module.FLAGS)
+    logging.set_verbosity(verbosity)
+    logging.get_absl_logger().root.handlers[:] = handlers
   return Done(code, *capsys.readouterr())
 
 
