@@ -82,7 +82,7 @@ def prepare(
     raise ValueError(f"rl: {lm.path} has no tokenizer.json. Put the model's tokenizer beside it.")
   if config.sampling.stop_strings:
     raise ValueError(
-      "rl: rollouts end at the tokenizer's end ids only, so that every token has a log-probability; "
+      "rl: rollouts end at the tokenizer's end ids only: every token needs a log-probability; "
       f"got SamplingConfig.stop_strings={config.sampling.stop_strings}. Leave it empty."
     )
   if config.loss.temperature != config.sampling.temperature:
