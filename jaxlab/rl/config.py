@@ -25,6 +25,9 @@ class AQNConfig:
   paper_form: bool = False  # [code NVlabs/QeRL: reaches sigma_end; eq. 8 does not]
   relative: bool = False  # [ours: an experiment for AWQ checkpoints]
 
+  def __post_init__(self):
+    self.sigma(0, 1)  # refuses a bad schedule before anything is loaded
+
   def sigma(self, step: int, total_steps: int) -> float:
     """Noise scale of a step, both counted from 0."""
     return float(

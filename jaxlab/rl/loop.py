@@ -78,23 +78,7 @@ def prepare(
     lm: a model whose kernels may be packed; adapters must not be there yet.
   Raises: ValueError for a model without tokenizer, or settings that do not fit each other.
   """
-  if lm.tokenizer is None:
-    raise ValueError(f"rl: {lm.path} has no tokenizer.json. Put the model's tokenizer beside it.")
-  if config.sampling.stop_strings:
-    raise ValueError(
-      "rl: rollouts end at the tokenizer's end ids only: every token needs a log-probability; "
-      f"got SamplingConfig.stop_strings={config.sampling.stop_strings}. Leave it empty."
-    )
-  if config.loss.temperature != config.sampling.temperature:
-    raise ValueError(
-      "rl: the trainer's temperature must be the rollout's; got "
-      f"{config.loss.temperature} and {config.sampling.temperature}. Set both alike."
-    )
-  if config.sampling.stop_strings:
-    raise ValueError(
-      "rl: rollouts end at the tokenizer's end ids only; got stop strings "
-      f"{config.sampling.stop_strings}. Leave SamplingConfig.stop_strings empty."
-    )
+  _check(lm, config)
   key = jax.random.key(seed)
   params = lora.attach(lm.params, config.lora, jax.random.fold_in(key, 0))
   trainable, frozen = weights.partition(params, lora.is_trainable(config.lora))
@@ -105,6 +89,7 @@ def prepare(
   prompts = rollout.tokenize(
     data.train, lm.tokenizer, max_tokens=config.max_prompt_tokens, system_prompt=data.system_prompt
   )
+  _check_lengths(prompts, lm, config)
   source = rollout.RolloutSource(
     sampler=make_sampler(lm, config.sampling),
     tokenizer=lm.tokenizer,
@@ -133,3 +118,29 @@ def prepare(
 def make_sampler(lm: lm_lib.LM, config: sampling.SamplingConfig) -> autoregressive.Sampler:
   """`text.make_sampler`, in few programs: without one for every size that a batch shrinks to."""
   return dataclasses.replace(text.make_sampler(lm, config), compact=False)
+
+
+def _check(lm: lm_lib.LM, config: rl_config.RLConfig) -> None:
+  if lm.tokenizer is None:
+    raise ValueError(f"rl: {lm.path} has no tokenizer.json. Put the model's tokenizer beside it.")
+  if config.sampling.stop_strings:
+    raise ValueError(
+      "rl: rollouts end at the tokenizer's end ids only: every token needs a log-probability; "
+      f"got SamplingConfig.stop_strings={config.sampling.stop_strings}. Leave it empty."
+    )
+  if config.loss.temperature != config.sampling.temperature:
+    raise ValueError(
+      "rl: the trainer's temperature must be the rollout's; got "
+      f"{config.loss.temperature} and {config.sampling.temperature}. Set both alike."
+    )
+
+
+def _check_lengths(prompts: rollout.Prompts, lm: lm_lib.LM, config: rl_config.RLConfig) -> None:
+  """Now, and not in the rollout that asks the longest question."""
+  longest, context = max(map(len, prompts.ids)), lm.module.config.max_positions
+  if longest + config.sampling.max_new_tokens > context:
+    raise ValueError(
+      f"rl: prompts and answers must fit into the context of {context}; got a prompt of {longest} "
+      f"tokens and {config.sampling.max_new_tokens} new ones. Lower RLConfig.max_prompt_tokens or "
+      "SamplingConfig.max_new_tokens."
+    )

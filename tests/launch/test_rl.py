@@ -75,7 +75,7 @@ def test_one_line(run, binding, words):
 
 
 def test_data_that_is_empty_or_misses_a_field(run, tmp_path):
-  assert "no rows" in run(*questions(tmp_path, []))
+  assert "must hold at least one row; got none" in run(*questions(tmp_path, []))
   missing = run(*questions(tmp_path, [*SUMS, {"question": "1+1?"}]))
   assert "answer" in missing and "5" in missing  # the field and the row
 
@@ -83,7 +83,7 @@ def test_data_that_is_empty_or_misses_a_field(run, tmp_path):
 def test_a_prompt_longer_than_the_context(run, tmp_path):
   long = {"question": "1+" * 200 + "1?", "answer": "201"}
   error = run(*questions(tmp_path, [*SUMS, long]), "RLConfig.max_prompt_tokens = 1000")
-  assert "tokens and 6 more are asked for, but the context holds 256" in error
+  assert "the context of 256; got a prompt of 410 tokens and 6 new ones" in error
 
 
 def test_a_model_folder_without_tokenizer(run, tmp_path):

@@ -139,9 +139,7 @@ def test_settings_that_contradict_each_other(lm):
   with pytest.raises(ValueError, match="temperature must be the rollout's; got 1.0 and 0.7"):
     loop.prepare(lm, data, hot, 0)
   stops = tiny.config(sampling=sampling.SamplingConfig(max_new_tokens=6, stop_strings=("a",)))
-  with pytest.raises(
-    ValueError, match="the tokenizer's end ids only; got stop strings .'a'"
-  ):
+  with pytest.raises(ValueError, match="end ids only.*; got .*stop.strings.*'a'"):
     loop.prepare(lm, data, stops, 0)
   with pytest.raises(ValueError, match="has no tokenizer.json"):
     loop.prepare(dataclasses.replace(lm, tokenizer=None), data, tiny.config(), 0)
