@@ -26,6 +26,7 @@ from jaxlab.models import causal_lm
 from jaxlab.nn import pytree
 
 PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+SHARED_PREFIX = 32  # a common prefix of fewer tokens is computed with each prompt
 CHUNK_TOKENS = 128  # tokens between two looks of the host
 
 
@@ -175,6 +176,12 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
   table = np.asarray([p[:shortest] for p in prompts])
   differs = np.flatnonzero((table != table[:1]).any(axis=0))
   return int(differs[0]) if len(differs) else shortest
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+  """`common_prefix` where a forward pass of its own is worth it, else 0."""
+  common = common_prefix(prompts) if len(prompts) > 1 else 0
+  return common if common >= SHARED_PREFIX else 0
 
 
 def prompt_bucket(length: int, limit: int) -> int:

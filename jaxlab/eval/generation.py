@@ -27,7 +27,6 @@ from jaxlab.io import seal
 from jaxlab.io import tokenizer as tokenizers
 
 PyTree = Any
-SHARED_PREFIX = 32  # a common prefix of fewer tokens is not worth a forward pass of its own
 BATCH = 32  # sequences decoded together
 
 
@@ -184,8 +183,7 @@ class Answerer:
     self, indices: Sequence[int], prompts: Sequence[list[int]], samples: int
   ) -> Iterator[tuple[list[int], int]]:
     """(items of a batch, tokens of their common prefix); long prompts first, one shape a bucket."""
-    shared = autoregressive.common_prefix(prompts) if len(prompts) > 1 else 0
-    prefix = shared if shared >= SHARED_PREFIX else 0
+    prefix = autoregressive.shared_prefix(prompts)
     limit = self.sampler.module.config.max_positions
     bucket = lambda i: autoregressive.prompt_bucket(len(prompts[i]), limit)
     per_batch = max(1, self.batch_size // samples)

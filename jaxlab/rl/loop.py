@@ -128,6 +128,11 @@ def _check(lm: lm_lib.LM, config: rl_config.RLConfig) -> None:
       "rl: rollouts end at the tokenizer's end ids only: every token needs a log-probability; "
       f"got SamplingConfig.stop_strings={config.sampling.stop_strings}. Leave it empty."
     )
+  if config.sampling.repetition_penalty != 1.0:
+    raise ValueError(
+      "rl: the trainer computes unpenalised log-probabilities, so a penalty would bias every ratio; "
+      f"got SamplingConfig.repetition_penalty={config.sampling.repetition_penalty}. Use 1.0."
+    )
   if config.loss.temperature != config.sampling.temperature:
     raise ValueError(
       "rl: the trainer's temperature must be the rollout's; got "

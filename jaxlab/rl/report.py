@@ -9,6 +9,7 @@ import rich.console
 import rich.table
 
 from jaxlab.eval import records
+from jaxlab.io import files
 from jaxlab.rl import rollout
 
 TABLE_EVERY = 10  # steps between two tables
@@ -30,11 +31,17 @@ class SampleTable:
       return
     answers = [(g, i) for g in self._groups for i in range(len(g.answers))]
     shown = [answers[int(i)] for i in np.linspace(0, len(answers) - 1, TABLE_ROWS)]
-    with self._path.open("a") as file:
-      for group, i in shown:
-        file.write(json.dumps(_row(step, group, i)) + "\n")
+    rows = [_row(step, group, i) for group, i in shown]
+    self._keep(step, rows)
     if self._console.is_terminal:
-      show_samples([_row(step, group, i) for group, i in shown], title=f"step {step}")
+      show_samples(rows, title=f"step {step}")
+
+  def _keep(self, step: int, rows: list[dict[str, Any]]) -> None:
+    """Adds rows; those of this step and later ones go, which a run left that was cut off."""
+    lines = self._path.read_text().splitlines() if self._path.exists() else []
+    lines = [line for line in lines if json.loads(line)["step"] < step]
+    text = "".join(f"{line}\n" for line in (*lines, *map(json.dumps, rows)))
+    files.write_atomically(self._path, lambda f: f.write(text.encode()))
 
 
 def _row(step: int, group: rollout.Group, i: int) -> dict[str, Any]:

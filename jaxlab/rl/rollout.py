@@ -24,7 +24,6 @@ from jaxlab.train import fit, state
 from pallas_kernels import target
 
 PyTree = Any
-SHARED_PREFIX = 32  # a common prefix below this many tokens is not worth a program of its own
 
 
 class Answer(NamedTuple):
@@ -64,8 +63,7 @@ def tokenize(items, tokenizer, *, max_tokens: int, system_prompt: str | None = N
   rendered = iter(tokenizer.apply_chat_templates(conversations) if conversations else [])
   texts = [next(rendered) if item.prompt is None else item.prompt for item in items]
   ids = [tokenizer.encode(text)[-max_tokens:] for text in texts]
-  common = autoregressive.common_prefix(ids)
-  return Prompts(items, ids, common if common >= SHARED_PREFIX else 0)
+  return Prompts(items, ids, autoregressive.shared_prefix(ids))
 
 
 def _conversation(item: records.Item, system_prompt: str | None) -> list[dict[str, str]]:

@@ -108,7 +108,7 @@ def test_long_prompts_go_first_and_the_common_prefix_is_computed_once(answerer, 
     answerer.answer(items, KEY)
   ((prefix, lengths),) = calls
   shared = len(answerer.tokenizer.encode(shots))
-  assert shared - 2 <= prefix <= shared and prefix >= generation.SHARED_PREFIX
+  assert shared - 2 <= prefix <= shared and prefix >= autoregressive.SHARED_PREFIX
   assert lengths == [max(lengths)] * 4, "one long prompt fills its batch"
 
 

@@ -160,6 +160,20 @@ def test_rows_are_filled_up_to_a_multiple():
   assert not packed.mask_RQT.reshape(-1, LENGTH)[N:].any()
 
 
+def test_few_shapes_for_any_number_of_groups():
+  def rows(groups, **settings):
+    samples = [batch.Sample([1, 2], [3 + i], np.zeros(1), 1.0, True) for i in range(groups * 4)]
+    packed = batch.pack(samples, max_answer=2, **settings)
+    assert int(packed.valid_RQ.sum()) == groups * 4
+    return packed.tokens_RS.shape[0]
+
+  most = 12 * 4
+  assert {rows(g, per_row=1, most=most) for g in range(1, 13)} == {4, 8, 16, 32, 48}
+  assert {rows(g, per_row=8, most=most) for g in range(1, 13)} == {1, 2, 4, 6}
+  assert {rows(g, per_row=64, most=most) for g in range(1, 13)} == {1}
+  assert {rows(g, per_row=1, most=most, row_multiple=16) for g in range(1, 13)} == {16, 32, 48}
+
+
 # --- against the plain forward pass
 
 

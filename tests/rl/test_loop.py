@@ -9,8 +9,8 @@ import pytest
 
 from jaxlab.decode import sampling
 from jaxlab.nn import weights
-from jaxlab.rl import batch, loop
 from jaxlab.rl import config as rl_config
+from jaxlab.rl import loop
 from jaxlab.train import metrics
 from tests.rl import tiny
 from tests.train import tiny as tiny_train
@@ -93,20 +93,6 @@ def test_a_run_goes_on_when_a_rollout_teaches_nothing(packed_lm, workdir):
   assert [line["step"] for line in lines] == [1, 2, 3, 4]
   assert all("loss" not in line and line["groups_used"] == 0 for line in lines)
   assert tiny_train.same_bits(weights.partition(params, before.__contains__)[0], before)
-
-
-def test_few_shapes_for_any_number_of_groups():
-  def rows(groups, **settings):
-    samples = [batch.Sample([1, 2], [3 + i], np.zeros(1), 1.0, True) for i in range(groups * 4)]
-    packed = batch.pack(samples, max_answer=2, **settings)
-    assert int(packed.valid_RQ.sum()) == groups * 4
-    return packed.tokens_RS.shape[0]
-
-  most = 12 * 4
-  assert {rows(g, per_row=1, most=most) for g in range(1, 13)} == {4, 8, 16, 32, 48}
-  assert {rows(g, per_row=8, most=most) for g in range(1, 13)} == {1, 2, 4, 6}
-  assert {rows(g, per_row=64, most=most) for g in range(1, 13)} == {1}
-  assert {rows(g, per_row=1, most=most, row_multiple=16) for g in range(1, 13)} == {16, 32, 48}
 
 
 def test_minibatches_and_iterations_are_updates(packed_lm, workdir):

@@ -5,7 +5,6 @@ tests/train/test_fit.py (the broken controls), on the loop that RL shares.
 """
 
 import json
-import pathlib
 import random
 import re
 import signal
@@ -70,8 +69,8 @@ def assert_same_run(workdir, want):
   assert [line["step"] for line in lines] == list(range(1, killed.STEPS + 1))
   assert lines == want_lines
   assert digests(workdir) == digests(want)
-  adapter = pathlib.Path("adapter", "adapter_model.safetensors")
-  assert (workdir / adapter).read_bytes() == (want / adapter).read_bytes()
+  for name in ("adapter/adapter_model.safetensors", "samples.jsonl"):
+    assert (workdir / name).read_bytes() == (want / name).read_bytes(), name
   got, expected = (json.loads((w / "result.json").read_text()) for w in (workdir, want))
   assert without_timing(got) == without_timing(expected)
 

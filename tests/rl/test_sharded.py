@@ -1,7 +1,5 @@
 """Rollout and update on a mesh of eight (virtual) devices equal those on one."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
