@@ -130,7 +130,7 @@ def _check(lm: lm_lib.LM, config: rl_config.RLConfig) -> None:
     )
   if config.sampling.repetition_penalty != 1.0:
     raise ValueError(
-      "rl: the trainer computes unpenalised log-probabilities, so a penalty would bias every ratio; "
+      "rl: the trainer computes unpenalised log-probabilities, so a penalty biases every ratio; "
       f"got SamplingConfig.repetition_penalty={config.sampling.repetition_penalty}. Use 1.0."
     )
   if config.loss.temperature != config.sampling.temperature:

@@ -239,7 +239,7 @@ def test_noise_changes_the_answers_and_never_a_parameter(packed_lm):
   trainer = tiny.trainer(packed_lm)
   before = digest((trainer.frozen, trainer.state.trainable))
   clean = tiny.trainer(packed_lm, aqn=None)
-  for step in range(1, 31):
+  for step in range(1, 101):
     trainer.source(step, trainer.state)
   assert digest((trainer.frozen, trainer.state.trainable)) == before
   work = trainer.source(1, trainer.state)

@@ -1,5 +1,6 @@
 """A decoder that is sampled and trained in a second, as files: model, tokenizer, questions."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -89,12 +90,11 @@ CONFIG_RL = rl_config.RLConfig(
 @functools.cache
 def config(**changes) -> rl_config.RLConfig:
   """`CONFIG_RL` with changes."""
-  fields = CONFIG_RL.__dict__ | changes
-  return rl_config.RLConfig(**fields)
+  return dataclasses.replace(CONFIG_RL, **changes)
 
 
 def quantized(lm: jaxlab.LM, format: str = "nvfp4") -> jaxlab.LM:
-  return jaxlab.lm.dataclasses.replace(lm, params=quant.quantize(lm.params, format))
+  return dataclasses.replace(lm, params=quant.quantize(lm.params, format))
 
 
 def trainer(lm: jaxlab.LM, *, reward=even_digits, seed: int = 0, **changes) -> loop.Trainer:
