@@ -213,8 +213,10 @@ class RolloutSource:
   def _batches(self, groups: list[Group], train_state: state.TrainState) -> list[batch.PackedBatch]:
     """Minibatches of whole groups, repeated `iterations` times, with what the loss needs beside."""
     c = self.config
+    if not any(self._trains(answer) for group in groups for answer in group.answers):
+      return []  # an update without a gradient would still move by momentum and weight decay
     share = -(-len(groups) // c.minibatches)
-    parts = [groups[i : i + share] for i in range(0, len(groups), share)] if groups else []
+    parts = [groups[i : i + share] for i in range(0, len(groups), share)]
     packed = [self._pack(part) for part in parts]
     if c.iterations * len(packed) > 1:  # later updates see another policy than the one that sampled
       packed = [
@@ -224,6 +226,9 @@ class RolloutSource:
       packed = [dataclasses.replace(b, logp_ref_RQT=self._score(self.reference, b)) for b in packed]
     return packed * c.iterations
 
+  def _trains(self, answer: Answer) -> bool:
+    return answer.response.finish == "stop" or not self.config.mask_truncated
+
   def _pack(self, groups: list[Group]) -> batch.PackedBatch:
     samples = [
       batch.Sample(
@@ -231,7 +236,7 @@ class RolloutSource:
         answer.response.token_ids,
         answer.logp,
         float(advantage),
-        answer.response.finish == "stop" or not self.config.mask_truncated,
+        self._trains(answer),
       )
       for group in groups
       for answer, advantage in zip(group.answers, group.advantage, strict=True)

@@ -153,6 +153,14 @@ def test_truncated_answers_train_if_asked_to(packed_lm):
   assert batch.mask_RQT.reshape(16, -1).sum(1).tolist() == lengths
 
 
+def test_a_rollout_without_any_whole_answer_trains_nothing(packed_lm):
+  trainer = tiny.trainer(packed_lm, aqn=None)
+  endless = dataclasses.replace(trainer.source.sampler, stop_ids=())
+  source = dataclasses.replace(trainer.source, sampler=endless)
+  work = source(0, trainer.state)
+  assert work.metrics["truncated"] == 1.0 and list(work.batches) == []
+
+
 def odd_items_alike(item, response):
   """Items with an odd number cannot be told apart by their answers."""
   alike = int(item.id.rsplit("/", 1)[1]) % 2
