@@ -187,13 +187,13 @@ def test_an_error_in_an_included_file_is_placed_there(gin_file):
 
 
 def test_a_missing_gin_file_suggests_the_nearest(tmp_path, monkeypatch):
-  (tmp_path / "configs" / "demo").mkdir(parents=True)
-  (tmp_path / "configs" / "demo" / "qerl.gin").write_text(MODEL)
+  (tmp_path / "configs" / "toy").mkdir(parents=True)
+  (tmp_path / "configs" / "toy" / "small.gin").write_text(MODEL)
   monkeypatch.setattr(binding_text, "PACKAGED", tmp_path)
-  assert build(files=["configs/demo/qerl.gin"]).model == "m", "found from any folder"
-  message = error_of(files=["configs/demo/qrl.gin"])
+  assert build(files=["configs/toy/small.gin"]).model == "m", "found from any folder"
+  message = error_of(files=["configs/toy/smal.gin"])
   assert message == (
-    "--gin_file: no such file 'configs/demo/qrl.gin'. Did you mean configs/demo/qerl.gin?"
+    "--gin_file: no such file 'configs/toy/smal.gin'. Did you mean configs/toy/small.gin?"
   )
 
 
