@@ -137,8 +137,8 @@ def matmul(x: Float[Array, "*rows I"], w: Any) -> Float[Array, "*rows O"]:
   """
   match w:
     case LoRA():
-      a_IR, b_RO = w.a.astype(x.dtype), w.b.astype(x.dtype)
-      return matmul(x, w.base) + ((x @ a_IR) @ b_RO) * w.scale
+      z_MR = _rows(x) @ w.a.astype(x.dtype)
+      return matmul(x, w.base) + _adapter(z_MR, w, x.shape[:-1])
     case FP4Array():
       return _fp4(x, w, None)
     case At(leaf=FP4Array()):
@@ -169,13 +169,22 @@ def matmul_many(
   if not all(isinstance(w, LoRA) for w in ws):
     return tuple(matmul(x, w) for w in ws)
   ranks = [w.a.shape[-1] for w in ws]
-  down = x @ jnp.concatenate([w.a.astype(x.dtype) for w in ws], axis=-1)
+  down = _rows(x) @ jnp.concatenate([w.a.astype(x.dtype) for w in ws], axis=-1)
   splits = [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)]
   latents = jnp.split(down, splits, axis=-1)
   return tuple(
-    matmul(x, w.base) + (z @ w.b.astype(x.dtype)) * w.scale
-    for w, z in zip(ws, latents, strict=True)
+    matmul(x, w.base) + _adapter(z_MR, w, x.shape[:-1]) for w, z_MR in zip(ws, latents, strict=True)
   )
+
+
+def _rows(x: Float[Array, "*rows I"]) -> Float[Array, "M I"]:
+  """Rows in one axis: the gradient of an adapter's b contracts over them, eight times slower on a
+  CPU over two axes."""
+  return x.reshape(-1, x.shape[-1])
+
+
+def _adapter(z_MR: Float[Array, "M R"], w: LoRA, rows: tuple[int, ...]) -> Float[Array, "*rows O"]:
+  return ((z_MR @ w.b.astype(z_MR.dtype)) * w.scale).reshape(*rows, w.b.shape[-1])
 
 
 def broadcast_bias(

@@ -136,7 +136,6 @@ def chunked_logprobs(
   hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
   targets_BT = jnp.pad(targets_BT, ((0, 0), (0, pad)))
 
-  @jax.checkpoint
   def one_chunk(xs):
     hidden_BtD, targets_Bt = xs
     logits_BtV = head_fn(hidden_BtD).astype(jnp.float32) / temperature
@@ -151,7 +150,10 @@ def chunked_logprobs(
     hidden_BTD.reshape(batch, chunks, columns, width).swapaxes(0, 1),
     targets_BT.reshape(batch, chunks, columns).swapaxes(0, 1),
   )
-  out = jax.lax.map(one_chunk, xs)
+  if chunks == 1:  # its logits are the peak either way: keeping them saves a product with the head
+    out = jax.tree.map(lambda y: y[None], one_chunk(jax.tree.map(lambda x: x[0], xs)))
+  else:
+    out = jax.lax.map(jax.checkpoint(one_chunk), xs)
   logp_BT, entropy_BT = (y.swapaxes(0, 1).reshape(batch, -1)[:, :length] for y in out)
   return logp_BT, entropy_BT
 

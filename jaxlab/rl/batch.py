@@ -151,7 +151,7 @@ def _round_up(n: int, multiple: int) -> int:
   return -(-n // multiple) * multiple
 
 
-def _next_power(n: int, least: int = 64) -> int:
+def _next_power(n: int, least: int = 16) -> int:
   return max(least, 1 << (n - 1).bit_length())
 
 
