@@ -15,7 +15,7 @@ FLAGS = common.define_flags()
 def main(run: common.Run) -> dict:
   """Runs the configured suites; rows are printed as they come."""
   config = registry.get("BenchConfig")()
-  run.start()
+  run.start(resumes=False)
   rows = []
   for suite in config.suites:
     rows += suite()

@@ -64,9 +64,11 @@ class Run:
     self.workdir = pathlib.Path(values.workdir or default_workdir(verb, values.gin_file))
     self._started = False
 
-  def start(self) -> None:
+  def start(self, *, resumes: bool = True) -> None:
     """Call when all is built: checks bindings and workdir, writes config.gin. Once is enough.
 
+    Args:
+      resumes: the workdir belongs to one config; False for a verb whose runs are independent.
     Raises: ValueError for a binding without effect, or for a workdir of another config.
     """
     if self._started:
@@ -75,7 +77,7 @@ class Run:
     config = redaction.redact(f"# verb = {self.verb}\n# seed = {self.seed}\n")
     config += redaction.redact(registry.operative_config())
     path = self.workdir / "config.gin"
-    if path.exists():
+    if resumes and path.exists():
       refuse_other_config(path, path.read_text(encoding="utf-8"), config)
     write_atomically(path, config)
     self._started = True

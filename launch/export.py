@@ -29,7 +29,7 @@ def main(run: common.Run) -> dict:
   path, output, kind = model.required(run.flags.model), run.flags.output, run.flags.format
   if not output:
     raise ValueError("--output: must be given: the folder to write. See --help.")
-  run.start()
+  run.start(resumes=False)
   work = budget.Work(dtype_bytes=budget.default_dtype_bytes())
   lm = model.load(path, work=work, adapter=run.flags.adapter)
   if kind == "hf" and any(

@@ -34,7 +34,7 @@ def main(run: common.Run) -> dict:
   config = registry.get("SamplingConfig")()
   asked = prompts.read(run.flags.prompt, run.flags.prompts_file)
   path = model.required(run.flags.model)
-  run.start()
+  run.start(resumes=False)
   longest = max(map(prompts.num_characters, asked)) if asked else 0
   rows = min(len(asked or [""]) * run.flags.samples, generation.BATCH)
   work = model.decoding(rows, config.max_new_tokens, longest)
