@@ -8,28 +8,10 @@ import numpy as np
 import pytest
 
 from jaxlab.nn import stack, weights
-from jaxlab.quant import fp4, nf4
+from tests.nn.kernels import I, kernels, random
 
-L, B, I, R = 3, 2, 64, 4
+L, B = 3, 2
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
-
-
-def random(*shape, seed=0):
-  return jnp.asarray(np.random.RandomState(seed).standard_normal(shape) * 0.3, jnp.float32)
-
-
-def kernels() -> dict:
-  dense = random(L, I, I)
-  adapter = lambda base: weights.LoRA(base, random(L, I, R, seed=1), random(L, R, I, seed=2), 0.5)
-  return {
-    "dense": dense,
-    "nvfp4": fp4.quantize(dense),
-    "mxfp4": fp4.quantize(dense, "mxfp4"),
-    "nf4": nf4.quantize(dense),
-    "lora": adapter(dense),
-    "lora over nvfp4": adapter(fp4.quantize(dense)),
-    "low rank": weights.LowRank(random(L, I, R, seed=1), random(L, R, I, seed=2)),
-  }
 
 
 def block(params, x, layer_cache):
@@ -52,9 +34,9 @@ class Sums:
     return Sums(self.per_layer.at[index].set(value))
 
 
-@pytest.mark.parametrize("kind", kernels())
+@pytest.mark.parametrize("kind", kernels(L, i=I, o=I))
 def test_scan_and_loop_agree(kind):
-  layers = {"kernel": kernels()[kind], "gain": random(L, I, seed=3)}
+  layers = {"kernel": kernels(L, i=I, o=I)[kind], "gain": random(L, I, seed=3)}
   listed = stack.unstack({"layers": layers})["layers"]
   x = random(B, I, seed=4)
   cache = Sums(jnp.zeros((L, B, I)))
@@ -71,7 +53,7 @@ def test_scan_and_loop_agree(kind):
 
 
 def test_gradients_agree():
-  layers = {"kernel": kernels()["lora over nvfp4"], "gain": random(L, I, seed=3)}
+  layers = {"kernel": kernels(L, i=I, o=I)["lora over nvfp4"], "gain": random(L, I, seed=3)}
   x = random(B, I, seed=4)
 
   def loss(a, layers):
@@ -89,9 +71,9 @@ def test_gradients_agree():
   np.testing.assert_allclose(stacked, listed, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", kernels())
+@pytest.mark.parametrize("kind", kernels(L, i=I, o=I))
 def test_restack_undoes_unstack(kind):
-  params = {"layers": {"q": {"kernel": kernels()[kind]}}, "norm": jnp.ones(I)}
+  params = {"layers": {"q": {"kernel": kernels(L, i=I, o=I)[kind]}}, "norm": jnp.ones(I)}
   again = stack.restack(stack.unstack(params))
   assert jax.tree.structure(again) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, again, params)
@@ -111,7 +93,7 @@ def test_stack_axes():
 
 def test_packed_leaves_are_read_at_the_index_not_sliced():
   """Slicing a packed stack inside a decode loop would copy a layer's codes at every token."""
-  layers = {"kernel": kernels()["nvfp4"], "gain": random(L, I, seed=3)}
+  layers = {"kernel": kernels(L, i=I, o=I)["nvfp4"], "gain": random(L, I, seed=3)}
   seen = []
 
   def look(params, x, layer_cache):

@@ -8,33 +8,12 @@ import numpy as np
 import pytest
 
 from jaxlab.nn import weights
-from jaxlab.quant import fp4, nf4
+from jaxlab.quant import fp4
 from pallas_kernels.fp4_gemm import codec
+from tests.nn.kernels import I, O, R, kernels, random
 
-M, I, O, R = 5, 64, 48, 4
+M = 5
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
-
-
-def random(*shape, seed=0):
-  return jnp.asarray(np.random.RandomState(seed).standard_normal(shape) * 0.3, jnp.float32)
-
-
-def kernels(*stack) -> dict:
-  dense = random(*stack, I, O)
-  adapter = lambda base: weights.LoRA(
-    base, random(*stack, I, R, seed=1), random(*stack, R, O, seed=2), 0.5
-  )
-  return {
-    "dense": dense,
-    "nvfp4": fp4.quantize(dense),
-    "mxfp4": fp4.quantize(dense, "mxfp4"),
-    "nf4": nf4.quantize(dense),
-    "lora": adapter(dense),
-    "lora over nvfp4": adapter(fp4.quantize(dense)),
-    "lora over nf4": adapter(nf4.quantize(dense)),
-    "lora over lora": adapter(adapter(dense)),
-    "low rank": weights.LowRank(random(*stack, I, R, seed=1), random(*stack, R, O, seed=2)),
-  }
 
 
 @pytest.mark.parametrize("kind", kernels())
