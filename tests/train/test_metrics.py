@@ -93,7 +93,7 @@ def test_plain_lines_where_there_is_no_terminal(caplog, monkeypatch):
       progress.update(done, {"loss": 0.5, "reward": 1})
   (line,) = caplog.messages  # the last step has one whatever the time
   assert line.startswith("step 4/4 loss 0.5 reward 1 ") and line.endswith("steps/s 0 s left")
-  assert sys.stderr.getvalue() == ""
+  assert "\r" not in sys.stderr.getvalue()  # no bar; a launcher's log handler may write the line
 
 
 def test_a_bar_on_a_terminal(caplog, monkeypatch):
