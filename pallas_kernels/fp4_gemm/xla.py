@@ -1,9 +1,12 @@
 """x @ W for a packed W (W4A16) in plain XLA, on any device. Dims: O out, K in, H = K / 2.
 
 The operand of the product is value(code) * block scale, which is exact in bfloat16; the tensor
-scale multiplies the float32 sums. Even and odd columns are two products, y = x_even @ lo + x_odd @
-hi: no interleaving of W. One layer's decoded halves live for one product; the backward pass decodes
-again and keeps the packed arguments only.
+scale multiplies the float32 sums. W is never interleaved: its even and odd columns stay apart, and
+the columns of x are put into that order instead. On a CPU they are two products, y = x_even @ lo +
+x_odd @ hi. Elsewhere one array [O, 2, H] is decoded and contracted over both its last axes: with
+one reader of the codes XLA decodes a layer straight from the stack, with two it copies the layer's
+codes first, at every token. One layer's decoded columns live for one product; the backward pass
+decodes again and keeps the packed arguments only.
 """
 
 import math
@@ -25,9 +28,13 @@ def linear(
   layer: Shaped[Array, ""] | None = None,
 ) -> Float[Array, "*lead O"]:
   """y = tensor_scale * (x @ W), in x's dtype. The packed arguments have no gradient."""
-  lo_OH, hi_OH, tensor_scale = _halves(x.dtype, codes, scale, tensor_scale, layer)
+  codes, scale, tensor_scale = _layer(codes, scale, tensor_scale, layer)
   even, odd = codec.deinterleave(x)
-  y = _contract(even, lo_OH) + _contract(odd, hi_OH)
+  if _on_cpu():
+    lo_OH, hi_OH = _halves(x.dtype, codes, scale)
+    y = _contract(even, lo_OH) + _contract(odd, hi_OH)
+  else:
+    y = _dot(jnp.stack([even, odd], axis=-2), _planes(x.dtype, codes, scale), (1, 2))
   return (y * tensor_scale).astype(x.dtype)
 
 
@@ -36,39 +43,61 @@ def _linear_fwd(x, codes, scale, tensor_scale, layer):
 
 
 def _linear_bwd(residuals, dy):
-  lo_OH, hi_OH, tensor_scale = _halves(dy.dtype, *residuals)
-  dx = codec.interleave(_dot(dy, lo_OH, 0), _dot(dy, hi_OH, 0))
+  codes, scale, tensor_scale = _layer(*residuals)
+  if _on_cpu():
+    lo_OH, hi_OH = _halves(dy.dtype, codes, scale)
+    even, odd = _dot(dy, lo_OH, (0,)), _dot(dy, hi_OH, (0,))
+  else:
+    both = _dot(dy, _planes(dy.dtype, codes, scale), (0,))
+    even, odd = both[..., 0, :], both[..., 1, :]
+  dx = codec.interleave(even, odd)
   return (dx * tensor_scale).astype(dy.dtype), None, None, None, None
 
 
 linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _halves(dtype, codes, scale, tensor_scale, layer):
-  """Decoded even and odd columns of one layer, without the tensor scale, and that scale."""
-  if layer is not None:
-    # Only codes and scales of the layer are read; XLA fuses the slice into the decode.
-    codes, scale, tensor_scale = (
-      jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
-      for leaf in (codes, scale, tensor_scale)
-    )
+def _on_cpu() -> bool:
+  return target.current_target().platform == "cpu"
+
+
+def _layer(codes, scale, tensor_scale, layer):
+  """The arguments of one layer."""
+  if layer is None:
+    return codes, scale, tensor_scale
+  return tuple(
+    jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
+    for leaf in (codes, scale, tensor_scale)
+  )
+
+
+def _halves(dtype, codes, scale):
+  """Decoded even and odd columns, [O, H] each, without the tensor scale."""
   scale_Ok = codec.decode_scale(scale).astype(dtype)
-  lo, hi = (codec.scale_blocks(half, scale_Ok) for half in codec.unpack_halves(codes, dtype))
-  return lo, hi, tensor_scale
+  return tuple(codec.scale_blocks(half, scale_Ok) for half in codec.unpack_halves(codes, dtype))
+
+
+def _planes(dtype, codes, scale):
+  """The same in one array, [O, 2, H]."""
+  values_O2H = codec.unpack_planes(codes, dtype)
+  scale_O1k = codec.decode_scale(scale).astype(dtype)[..., None, :]
+  scale_O2k = jnp.broadcast_to(scale_O1k, (*values_O2H.shape[:-1], scale.shape[-1]))
+  return codec.scale_blocks(values_O2H, scale_O2k)
 
 
 def _contract(x, w_OH):
   """x @ w_OH.T with float32 sums."""
   one_row = math.prod(x.shape[:-1]) == 1
-  if one_row and target.current_target().platform == "cpu":
+  if one_row:
     # One row against a transposed matrix is 20 times slower on a CPU than matrix times vector.
-    y = _dot(w_OH, x.reshape(x.shape[-1]), 0)
+    y = _dot(w_OH, x.reshape(x.shape[-1]), (0,))
     return y.reshape(*x.shape[:-1], w_OH.shape[0])
-  return _dot(x, w_OH, 1)
+  return _dot(x, w_OH, (1,))
 
 
-def _dot(a, b, b_axis):
-  """Contracts a's last axis with axis `b_axis` of b; float32 sums, full precision for float32."""
+def _dot(a, b, b_axes):
+  """Contracts a's last axes with `b_axes` of b; float32 sums, full precision for float32."""
   exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-  dims = (((a.ndim - 1,), (b_axis,)), ((), ()))
+  a_axes = tuple(range(a.ndim - len(b_axes), a.ndim))
+  dims = ((a_axes, b_axes), ((), ()))
   return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)

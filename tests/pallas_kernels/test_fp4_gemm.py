@@ -55,9 +55,17 @@ def dense_f64(codes, scale, tensor_scale):
 product = jax.jit(fp4_matmul, static_argnames=("activations", "rotation", "implementation"))
 
 
+@pytest.fixture(params=["cpu", "h100"])
+def device(request):
+  """Code for a CPU and for accelerators, both run here."""
+  with target.use_target(request.param):
+    yield request.param
+
+
 # --- values
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
@@ -72,6 +80,7 @@ def test_float32_product(implementation, fmt, lead, out, features):
   assert (np.abs(y - x64 @ w64.T) <= F32_BOUND * (np.abs(x64) @ np.abs(w64).T)).all()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("rows", [1, 6])
@@ -86,6 +95,7 @@ def test_bfloat16_product_is_rounded_once(implementation, fmt, rows):
   assert (error <= F32_BOUND * terms + BF16_HALF_ULP * np.abs(exact)).all()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rows", "features"), [(1, 2048), (3, 8192)])
 def test_integer_data_is_bitwise_exact(dtype, rows, features):
@@ -152,6 +162,7 @@ def test_vmap_over_the_stack():
 # --- gradients
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("rotation", [0, 32])
 @pytest.mark.parametrize("rows", [1, 4])
@@ -169,6 +180,7 @@ def test_the_gradient_is_dy_times_w(implementation, rotation, rows):
   assert (np.abs(dx - np.asarray(dy, np.float64) @ w64) <= F32_BOUND * terms).all()
 
 
+@pytest.mark.usefixtures("device")
 def test_the_bfloat16_gradient_is_rounded_once():
   w = packed(6, "nvfp4", 20, 64)
   x = jnp.ones((3, 64), jnp.bfloat16)
@@ -277,7 +289,7 @@ def test_one_row_on_a_cpu_is_matrix_times_vector():
     return {v.aval.shape for v in _dot_operands(jaxpr.jaxpr)}
 
   assert left_operands("cpu") == {(8, 16)}
-  assert left_operands("v6e") == {(1, 16)}
+  assert left_operands("v6e") == {(1, 2, 16)}  # even and odd columns in one product
 
 
 def _dot_operands(jaxpr):
@@ -288,6 +300,7 @@ def _dot_operands(jaxpr):
       yield from _dot_operands(sub)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
   ("spec", "x_spec", "collective"),
   [(P("x", None), P(), "none"), (P(None, "x"), P(None, "x"), "all-reduce")],
