@@ -14,9 +14,9 @@ from absl import logging
 from jaxlab.data import assets
 from jaxlab.decode import sampling, text
 from jaxlab.io import export as exports
-from jaxlab.io import huggingface, orbax, receipt
+from jaxlab.io import huggingface, names, orbax, receipt
 from jaxlab.io import tokenizer as tokenizers
-from jaxlab.models import causal_lm, zoo
+from jaxlab.models import zoo
 from jaxlab.nn import weights
 from jaxlab.parallel import rules
 from pallas_kernels import target
@@ -39,7 +39,7 @@ class LM:
   source: what an export repeats (names, dtypes, shards).
   """
 
-  module: causal_lm.CausalLM
+  module: zoo.Model
   params: PyTree
   config: Mapping[str, Any]
   tokenizer: tokenizers.Tokenizer | None
@@ -88,7 +88,7 @@ def load(
   if orbax.is_checkpoint(path / PARAMS):
     return _load_own(name, path, dtype, mesh)
   config, source = huggingface.load_config(path), huggingface.load_source(path)
-  dtype = _choose_dtype(dtype, source, name)
+  dtype = _choose_dtype(dtype, source, config, name)
   module = zoo.from_config(config, dtype)
   place = _place(mesh, module.config.num_kv_heads)
   params = huggingface.load_params(path, module, dtype, place=place)
@@ -99,12 +99,13 @@ def save(lm: LM, path: str | os.PathLike[str]) -> None:
   """Writes a checkpoint of our own: every kernel type exactly as it is, adapters included.
 
   Only `load` reads it; `export` writes what other programs read. Replaces an older checkpoint
-  there, which stays whole until the new one is.
+  there, which stays whole until the new one is. Of several processes all must call it.
   """
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
-  exports.write_config(lm.config, lm.source.path, path)
-  exports.write_tokenizer(lm.tokenizer, lm.source.path, path)
+  if jax.process_index() == 0:
+    exports.write_config(lm.config, lm.source.path, path)
+    exports.write_tokenizer(lm.tokenizer, lm.source.path, path)
   source = {
     "dtypes": dict(lm.source.dtypes),
     "weight_map": lm.source.weight_map and dict(lm.source.weight_map),
@@ -121,7 +122,14 @@ def export(
 
   As `huggingface.save_pretrained`, plus `receipt.json` and `verify.py`; the receipt is made from
   the written files, so it also checks the export. Needs memory for a second copy of the model.
+
+  Raises: ValueError for an encoder: there is no answer to be received.
   """
+  if not lm.module.config.causal:
+    raise ValueError(
+      "export: the receipt is of continued texts, so the model must be a decoder; got an encoder. "
+      "Use jaxlab.io.huggingface.save_pretrained."
+    )
   with exports.new_folder(folder) as part:
     exports.write_folder(lm, part, dtype=dtype)
     receipt.write_receipt(part)
@@ -152,9 +160,10 @@ def _cast_dense(params: PyTree, dtype) -> PyTree:
   return jax.tree.map(cast, params, is_leaf=weights.is_leaf)
 
 
-def _choose_dtype(dtype, source: huggingface.Source, name: str):
+def _choose_dtype(dtype, source: huggingface.Source, config: Mapping[str, Any], name: str):
   platform = target.current_target().platform
-  stored = source.dtypes.get("model.embed_tokens.weight", "bfloat16")
+  embed = names.huggingface(config.get("model_type"))["embed"]
+  stored = source.dtypes.get(embed, "bfloat16")
   chosen = jnp.dtype(dtype or (jnp.float32 if platform == "cpu" else stored))
   why = "as asked" if dtype else "float32 on a CPU" if platform == "cpu" else "as in the checkpoint"
   logging.info("load: %s, dense parameters in %s (%s)", name, chosen, why)

@@ -1,7 +1,9 @@
 """Dense attention with grouped queries: the reference of the attention seam, and its default.
 
 Scores and softmax in float32. Long query ranges are processed in rematerialised chunks, so that
-memory is chunk * S, not T * S. Dims: B T S N K G H. Source: arXiv 2305.13245 §2 (GQA).
+memory is chunk * S, not T * S. Chunk i takes every n-th query from i on: where the queries are
+split over devices (`sequence`), each device then works on its share of every chunk.
+Dims: B T S N K G H; n chunks of c queries. Source: arXiv 2305.13245 §2 (GQA).
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlab.attention import cache as kv
 from jaxlab.attention import masks
@@ -42,23 +44,32 @@ class DenseAttention:
       k_BKSH, v_BKSH = layer_cache.read()
       k_positions = jnp.arange(k_BKSH.shape[-2])[None]
 
-    @jax.checkpoint
-    def rows(q_BTNH, positions_BT, start):
-      keep_BTS = self.where.dense(positions_BT, k_positions, start)
+    def rows(q_BTNH, positions_BT, slot_T=None):
+      keep_BTS = self.where.dense(positions_BT, k_positions, slot_T)
       return attention(q_BTNH, k_BKSH, v_BKSH, keep_BTS)
 
     t = q_BTNH.shape[1]
     if t <= QUERY_CHUNK:
-      keep_BTS = self.where.dense(rope.positions_BT, k_positions)
-      return attention(q_BTNH, k_BKSH, v_BKSH, keep_BTS), layer_cache, None
-    count = t // QUERY_CHUNK
-    whole = count * QUERY_CHUNK
-    chunks = lambda x: jnp.stack(jnp.split(x[:, :whole], count, axis=1))
-    xs = (chunks(q_BTNH), chunks(rope.positions_BT), jnp.arange(0, whole, QUERY_CHUNK))
-    o = list(jax.lax.map(lambda x: rows(*x), xs))
-    if whole < t:
-      o.append(rows(q_BTNH[:, whole:], rope.positions_BT[:, whole:], whole))
-    return jnp.concatenate(o, axis=1), layer_cache, None
+      return rows(q_BTNH, rope.positions_BT), layer_cache, None
+    count = num_chunks(t)
+    slot_nc = _chunks(jnp.arange(t)[None], count, fill=t)[:, 0]
+    xs = (_chunks(q_BTNH, count, fill=0), _chunks(rope.positions_BT, count, fill=-1), slot_nc)
+    o_nBcNH = jax.lax.map(jax.checkpoint(lambda x: rows(*x)), xs)
+    o_BTNH = jnp.moveaxis(o_nBcNH, 0, 2).reshape(q_BTNH.shape[0], -1, *q_BTNH.shape[2:])
+    return o_BTNH[:, :t], layer_cache, None
+
+
+def num_chunks(length: int) -> int:
+  """Chunks of at most QUERY_CHUNK queries: a few more than needed where those are all full."""
+  least = -(-length // QUERY_CHUNK)
+  return next((n for n in range(least, 2 * least) if length % n == 0), least)
+
+
+def _chunks(x: Shaped[Array, "B T *rest"], count: int, fill: int) -> Shaped[Array, "n B c *rest"]:
+  """Every `count`-th entry along T, filled up to whole chunks."""
+  b, t, *rest = x.shape
+  x = jnp.pad(x, [(0, 0), (0, -t % count)] + [(0, 0)] * len(rest), constant_values=fill)
+  return jnp.moveaxis(x.reshape(b, -1, count, *rest), 2, 0)
 
 
 def attention(
@@ -70,18 +81,18 @@ def attention(
   """softmax(q k / sqrt(H)) v; a query that may see nothing gets zeros, not NaN."""
   b, t, n, h = q_BTNH.shape
   num_kv = k_BKSH.shape[1]
-  q_BKGTH = q_BTNH.reshape(b, t, num_kv, n // num_kv, h).transpose(0, 2, 3, 1, 4)
-  q_BKRH = q_BKGTH.reshape(b, num_kv, -1, h)  # R = G * T rows share their keys
+  # R = T * G rows share their keys; T outside, so that queries split over devices stay so.
+  q_BKRH = q_BTNH.reshape(b, t, num_kv, -1, h).swapaxes(1, 2).reshape(b, num_kv, -1, h)
   s_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
-  s_BKGTS = s_BKRS.reshape(b, num_kv, n // num_kv, t, -1) / math.sqrt(h)
-  keep_B11TS = keep_BTS[:, None, None]
-  s_BKGTS = jnp.where(keep_B11TS, s_BKGTS, -jnp.inf)
-  top = jnp.max(s_BKGTS, axis=-1, keepdims=True)
+  s_BKTGS = s_BKRS.reshape(b, num_kv, t, n // num_kv, -1) / math.sqrt(h)
+  keep_B1T1S = keep_BTS[:, None, :, None]
+  s_BKTGS = jnp.where(keep_B1T1S, s_BKTGS, -jnp.inf)
+  top = jnp.max(s_BKTGS, axis=-1, keepdims=True)
   top = jnp.where(jnp.isfinite(top), top, 0.0)
-  p_BKGTS = jnp.exp(s_BKGTS - jax.lax.stop_gradient(top))
-  total = jnp.sum(p_BKGTS, axis=-1, keepdims=True)
-  p_BKGTS = p_BKGTS / jnp.where(total == 0, 1.0, total)
-  p_BKRS = p_BKGTS.reshape(s_BKRS.shape).astype(v_BKSH.dtype)
+  p_BKTGS = jnp.exp(s_BKTGS - jax.lax.stop_gradient(top))
+  total = jnp.sum(p_BKTGS, axis=-1, keepdims=True)
+  p_BKTGS = p_BKTGS / jnp.where(total == 0, 1.0, total)
+  p_BKRS = p_BKTGS.reshape(s_BKRS.shape).astype(v_BKSH.dtype)
   o_BKRH = jnp.einsum("BKRS,BKSH->BKRH", p_BKRS, v_BKSH)
-  o_BKGTH = o_BKRH.reshape(b, num_kv, n // num_kv, t, h)
-  return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(q_BTNH.dtype)
+  o_BTKGH = o_BKRH.reshape(b, num_kv, t, n // num_kv, h).swapaxes(1, 2)
+  return o_BTKGH.reshape(b, t, n, h).astype(q_BTNH.dtype)

@@ -3,14 +3,13 @@
 Dims: B T S. Positions are absolute; a negative position is padding: never attended, never written.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxlab.nn import pytree
 
 
-@pytree.pytree(static=("causal", "window"))
+@pytree.pytree(static=("causal",))
 class Where:
   """Which keys a query may see: all fields given must agree.
 
@@ -21,18 +20,21 @@ class Where:
   """
 
   causal: bool = True
-  window: int | None = None
+  window: int | Int[Array, ""] | None = None  # traced where the layers of one loop differ
   segment_q_BT: Int[Array, "B T"] | None = None
   segment_k_BS: Int[Array, "B S"] | None = None
   lengths_B: Int[Array, "B"] | None = None
   until_BS: Int[Array, "B S"] | None = None
 
   def dense(
-    self, q_BT: Int[Array, "B T"], k_BS: Int[Array, "#B S"], start: int | Int[Array, ""] = 0
+    self,
+    q_BT: Int[Array, "B T"],
+    k_BS: Int[Array, "#B S"],
+    slot_T: Int[Array, "T"] | None = None,
   ) -> Bool[Array, "B T S"]:
     """The mask for the given query and key positions (a key row of 1 serves all rows).
 
-    start: slot of the first of these queries, for the fields that are kept per query slot.
+    slot_T: slots of these queries, for the fields that are kept per query slot; None: 0 to T - 1.
     """
     q_BT1, k_B1S = q_BT[:, :, None], k_BS[:, None, :]
     keep_BTS = (k_B1S >= 0) & (q_BT1 >= 0)
@@ -41,12 +43,14 @@ class Where:
     if self.window is not None:
       keep_BTS &= jnp.abs(q_BT1 - k_B1S) < self.window
     if self.segment_q_BT is not None:
-      segment_BT = jax.lax.dynamic_slice_in_dim(self.segment_q_BT, start, q_BT.shape[1], axis=1)
+      segment_BT = self.segment_q_BT
+      if slot_T is not None:  # a slot past the end belongs to a query that only fills a chunk
+        segment_BT = jnp.take(segment_BT, slot_T, axis=1, mode="clip")
       keep_BTS &= segment_BT[:, :, None] == self.segment_k_BS[:, None, :]
     if self.lengths_B is not None:
       keep_BTS &= k_B1S < self.lengths_B[:, None, None]
     if self.until_BS is not None:
-      slot_T1 = (start + jnp.arange(q_BT.shape[1]))[:, None]
+      slot_T1 = (jnp.arange(q_BT.shape[1]) if slot_T is None else slot_T)[:, None]
       slot_1S = jnp.arange(k_BS.shape[1])[None]
       keep_BTS &= (slot_1S <= slot_T1)[None] & (slot_T1[None] < self.until_BS[:, None, :])
     return keep_BTS

@@ -4,8 +4,9 @@ Prompts are right-padded to a bucket and computed once each; their cache is then
 samples of a group. Slot = position (see `jaxlab.attention.cache`), so rows of different length need
 no bookkeeping. Every row owns its key, `fold_in(fold_in(key, row_id), t)`: its tokens depend
 neither on the batch nor on order, padding or compaction. Parameters, adapters and noise are
-arguments of the programs, never constants in them. Dims: B prompts, N rows = B * samples, T new
-tokens, S slots.
+arguments of the programs, never constants in them. A placed module (`parallel.rules.Placement`)
+keeps rows over `data` and `fsdp` and the cache's heads over `tensor`, from call to call.
+Dims: B prompts, N rows = B * samples, T new tokens, S slots.
 Source: arXiv 2510.11696 (QeRL) §3; requirements of its rollouts.
 """
 
@@ -22,8 +23,10 @@ from jaxtyping import Array, Bool, Float32, Int, Key, UInt32
 from jaxlab import noise as aqn
 from jaxlab.attention import cache as kv
 from jaxlab.decode import sampling
-from jaxlab.models import causal_lm
+from jaxlab.models import causal_lm, zoo
 from jaxlab.nn import pytree
+from jaxlab.parallel import mesh as meshes
+from jaxlab.parallel import rules
 
 PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHARED_PREFIX = 32  # a common prefix of fewer tokens is computed with each prompt
@@ -79,7 +82,7 @@ class Sampler:
   stop_ids: any of them ends a row. A pad id that is also a stop id is fine: lengths are kept apart.
   """
 
-  module: causal_lm.CausalLM
+  module: zoo.Model
   config: sampling.SamplingConfig
   stop_ids: tuple[int, ...]
   pad_id: int = 0
@@ -120,6 +123,8 @@ class Sampler:
     tokens_BP = np.full((len(prompts), bucket), self.pad_id, np.int32)
     for row, prompt in zip(tokens_BP, prompts, strict=True):
       row[: len(prompt)] = prompt
+    if self.module.placement is not None:
+      key, noise = rules.replicate((key, noise), self.module.placement.mesh)
     state = prefill(
       self._programs, params, tokens_BP, np.asarray(lengths, np.int32), row_ids.astype(np.uint32),
       key, noise, samples=samples, prefix=prefix,
@@ -139,13 +144,21 @@ class Sampler:
         stop_N = on_chunk(out.tokens_NT, out.length_N)
         if stop_N is not None:
           out.stopped_N[:] |= stop_N
-          state = dataclasses.replace(state, done_N=jnp.asarray(out.stopped_N[index]))
-      live = np.flatnonzero(~np.asarray(state.done_N))
+          state = dataclasses.replace(state, done_N=self._put_rows(out.stopped_N[index]))
+      live = np.flatnonzero(~out.stopped_N[index])
       if self.compact and 0 < batch_bucket(len(live)) <= len(index) // 2:
         keep = np.concatenate([live, np.setdiff1d(np.arange(len(index)), live)])
         keep = keep[: batch_bucket(len(live))]
-        state, index = take_rows(state, jnp.asarray(keep)), index[keep]
+        state, index = take_rows(state, keep, placement=self.module.placement), index[keep]
     return out
+
+  def _put_rows(self, x_N: np.ndarray) -> jax.Array:
+    """A host array where the programs keep such a part of their state."""
+    placement = self.module.placement
+    if placement is None:
+      return jnp.asarray(x_N)
+    spec = rules.activation_spec(x_N.shape, placement.mesh)
+    return rules.place(x_N, jax.sharding.NamedSharding(placement.mesh, spec))
 
   @property
   def _programs(self) -> "Sampler":
@@ -242,7 +255,7 @@ def prefill(
     seen_NV=seen_NV,
     step=jnp.int32(0),
   )
-  return _draw(sampler, state, logits_NV, key)
+  return _placed(_draw(sampler, state, logits_NV, key), module.placement)
 
 
 def _prefix_cache(sampler: Sampler, variables, tokens_BP, prefix: int) -> kv.KVCache:
@@ -255,12 +268,13 @@ def _prefix_cache(sampler: Sampler, variables, tokens_BP, prefix: int) -> kv.KVC
     sampler.module.config, rows, p, params["embed"].dtype, stacked=stacked
   )
   if not prefix:
-    return cache
+    return _placed(cache, sampler.module.placement)
   _, cache = sampler.module.apply(
     variables, tokens_BP[:1, :prefix], None, None, cache, method="hidden"
   )
   repeat = lambda x: jnp.repeat(x, b, axis=x.ndim - 4)
-  return jax.tree.map(repeat, dataclasses.replace(cache, write=None))
+  cache = jax.tree.map(repeat, dataclasses.replace(cache, write=None))
+  return _placed(cache, sampler.module.placement)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "uniform"), donate_argnames=("state",))
@@ -285,7 +299,8 @@ def decode(
       {"params": params}, last_N1, position_N[:, None], None, state.cache.at(write), method="hidden"
     )
     logits_NV = module.apply({"params": params}, hidden_N1D[:, 0], method="head")
-    return _draw(sampler, dataclasses.replace(state, cache=cache.at(None)), logits_NV, key)
+    state = _draw(sampler, dataclasses.replace(state, cache=cache.at(None)), logits_NV, key)
+    return _placed(state, module.placement)
 
   return jax.lax.while_loop(lambda s: (s.step < end) & ~jnp.all(s.done_N), body, state)
 
@@ -320,14 +335,28 @@ def _draw(sampler: Sampler, state: DecodeState, logits_NV, key) -> DecodeState:
   )
 
 
-@jax.jit
-def take_rows(state: DecodeState, keep_M: Int[Array, "M"]) -> DecodeState:
+@functools.partial(jax.jit, static_argnames="placement")
+def take_rows(
+  state: DecodeState, keep_M: Int[Array, "M"], *, placement: rules.Placement | None = None
+) -> DecodeState:
   """The state of the given rows only: finished rows stop costing time."""
 
   def take(x):
     return jnp.take(x, keep_M, axis=x.ndim - 4 if x.ndim >= 4 else 0) if x.ndim else x
 
-  return jax.tree.map(take, state)
+  return _placed(jax.tree.map(take, state), placement)
+
+
+def _placed(tree: Any, placement: rules.Placement | None) -> Any:
+  """A state or a cache where `placement` wants it; arrays of four or more axes are caches.
+
+  Both programs say it of their results: donated from call to call, a state that came out placed
+  otherwise than it went in would be another compilation.
+  """
+  if placement is None:
+    return tree
+  put = lambda x: placement.cache(x) if x.ndim >= 4 else placement.rows(x)
+  return jax.tree.map(put, tree)
 
 
 def _noisy(params, noise: Noise | None):
@@ -341,7 +370,7 @@ def _noisy(params, noise: Noise | None):
 def _to_host(state: DecodeState) -> Completions:
   kept = state.logp_NT if state.logp_kept_NT is None else state.logp_kept_NT
   fields = (state.tokens_NT, state.length_N, state.logp_NT, kept, state.entropy_NT, state.done_N)
-  return Completions(*(np.array(x) for x in jax.device_get(fields)))
+  return Completions(*(np.array(x) for x in meshes.to_host(fields)))
 
 
 def _scatter(out: Completions, part: Completions, index: np.ndarray) -> None:

@@ -55,8 +55,7 @@ def check_names(
 
 def is_ignored(name: str, tied: bool) -> bool:
   """Tensors that no reader needs: recomputed buffers, and the copy of a tied embedding."""
-  tied_head = tied and name in (names.HUGGING_FACE["head/kernel"], names.GGUF["head/kernel"])
-  return tied_head or names.IGNORED.fullmatch(name) is not None
+  return (tied and name in names.TIED) or names.IGNORED.fullmatch(name) is not None
 
 
 def fill(
@@ -72,7 +71,7 @@ def fill(
 
   Args:
     shapes: {path: shape}, stacked.
-    read: a tensor by its checkpoint name; a view of a file is fine.
+    read: a tensor, or part of one, by its checkpoint name; a view of a file is fine.
     dtype: of the parameters.
     place: makes the parameter of a finished buffer.
     source: the checkpoint, for errors.
@@ -84,9 +83,11 @@ def fill(
     buffer = aligned_empty(shape, dtype)
     if names.is_stacked(path):
       for i in range(shape[0]):
-        _copy(read, template[path].format(i), buffer[i], names.is_transposed(path), source)
+        name = names.tensor_name(template, path, i)
+        _copy(read, name, buffer[i], names.is_transposed(path), source)
     else:
-      _copy(read, template[path], buffer, names.is_transposed(path), source)
+      name = names.tensor_name(template, path)
+      _copy(read, name, buffer, names.is_transposed(path), source)
     insert(params, path, place(path, buffer))
   return params
 

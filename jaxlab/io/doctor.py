@@ -202,9 +202,10 @@ def _names(folder: pathlib.Path, module: Any) -> Finding:
 
 
 def _tied(tensors: st.SafetensorsFolder, config: Mapping[str, Any]) -> Iterator[Finding]:
-  embed, head = names.HUGGING_FACE["embed"], names.HUGGING_FACE["head/kernel"]
+  template = names.huggingface(config.get("model_type"))
+  embed, head = template["embed"], template["head/kernel"]
   there = set(tensors.names())
-  if not config.get("tie_word_embeddings", False):
+  if not config.get("tie_word_embeddings", template is not names.HUGGING_FACE):
     yield Finding("ok", "head: own")
   elif head not in there or embed not in there:
     yield Finding("ok", "head: tied to the embedding")

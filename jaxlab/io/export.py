@@ -64,7 +64,8 @@ def write_folder(
 ) -> None:
   """Weights, config and tokenizer into an existing folder; see `huggingface.save_pretrained`."""
   source = lm.source
-  tensors = export_tensors(lm.params, source.dtypes, dtype)
+  template = names.huggingface(lm.config.get("model_type"))
+  tensors = export_tensors(lm.params, source.dtypes, dtype, template)
   same = source.weight_map is not None and source.weight_map.keys() == tensors.keys()
   st.write_sharded(
     folder,
@@ -80,7 +81,10 @@ def write_folder(
 
 
 def export_tensors(
-  params: PyTree, dtypes: Mapping[str, str], dtype: jax.typing.DTypeLike | None = None
+  params: PyTree,
+  dtypes: Mapping[str, str],
+  dtype: jax.typing.DTypeLike | None = None,
+  template: Mapping[str, str] = names.HUGGING_FACE,
 ) -> dict[str, st.TensorSpec]:
   """{Hugging Face name: tensor to be made}; nothing is computed yet.
 
@@ -88,22 +92,43 @@ def export_tensors(
     dtypes: {tensor name: dtype name} of dense tensors; names that it lacks take the embedding's
       entry, else the parameter's own dtype.
     dtype: overrides `dtypes`.
+    template: names of the parameters, from `names.huggingface`.
   """
-  fallback = dtypes.get(names.HUGGING_FACE["embed"])
+  fallback = dtypes.get(template["embed"])
   tensors: dict[str, st.TensorSpec] = {}
   for path, layer, like, take in per_layer(params):
-    name = names.HUGGING_FACE[path].format(layer)
-    if isinstance(like, weights.FP4Array):
+    name = names.tensor_name(template, path, layer)
+    tensor, _, count = names.split_part(name)
+    if isinstance(like, weights.FP4Array) and count == 1:
       tensors |= _fp4_specs(name.removesuffix(".weight"), like, take)
     elif weights.is_leaf(like):
       raise ValueError(
-        f"save: {path} must be dense or NVFP4; got {type(like).__name__}. Use lora.merge_adapters "
-        "or peft.save_adapter for adapters, weights.densify for other formats."
+        f"save: {path} must be dense{'' if count > 1 else ' or NVFP4'}; got {type(like).__name__}. "
+        "Use lora.merge_adapters or peft.save_adapter for adapters, weights.densify for the rest."
       )
     else:
-      kind = np.dtype(dtype or dtypes.get(name, fallback) or like.dtype)
+      kind = np.dtype(dtype or dtypes.get(tensor, fallback) or like.dtype)
       tensors[name] = _dense_spec(name, like.shape, kind, take, names.is_transposed(path))
-  return tensors
+  return _fuse(tensors)
+
+
+def _fuse(tensors: Mapping[str, st.TensorSpec]) -> dict[str, st.TensorSpec]:
+  """The same tensors, with the parts of each fused one put together."""
+  parts: dict[str, dict[int, st.TensorSpec]] = {}
+  for name, spec in tensors.items():
+    tensor, index, _ = names.split_part(name)
+    parts.setdefault(tensor, {})[index] = spec
+  return {
+    tensor: _joined([found[i] for i in sorted(found)]) if len(found) > 1 else found[0]
+    for tensor, found in parts.items()
+  }
+
+
+def _joined(specs: list[st.TensorSpec]) -> st.TensorSpec:
+  shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
+  return st.TensorSpec(
+    shape, specs[0].dtype, lambda: np.concatenate([spec.make() for spec in specs])
+  )
 
 
 def per_layer(params: PyTree) -> Iterator[tuple[str, int | None, Any, Callable[[], Any]]]:

@@ -22,6 +22,7 @@ from jaxlab.io import tokenizer as tokenizers
 from jaxlab.nn import weights
 
 PyTree = Any
+Template = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def load_params(
   Host memory: the model plus one tensor (plus one stacked parameter where `place` copies it away).
 
   Args:
-    module: on the model contract, with the names of `names.HUGGING_FACE`.
+    module: on the model contract, as `config.json` describes it.
     dtype: of dense parameters; packed ones are kept as stored.
     place: (path, kernel of NumPy arrays) -> kernel; default the default device.
   Returns: nested dicts; compressed-tensors NVFP4 linears are `weights.FP4Array`.
@@ -102,19 +103,21 @@ def load_params(
   if is_gguf(path):
     return gguf_model.load_params(gguf.read_gguf(path), module, dtype, place=place)
   folder = st.SafetensorsFolder(_folder(path))
-  _check_quantization(load_config(path))
+  config = load_config(path)
+  _check_quantization(config)
+  template = names.huggingface(config.get("model_type"))
   shapes = assemble.parameter_shapes(module)
-  packed = _packed_paths(folder, shapes, module.config.num_layers)
-  expected = _expected_names(shapes, packed, module.config.num_layers)
+  packed = _packed_paths(folder, shapes, template, module.config.num_layers)
+  expected = _expected_names(shapes, packed, template, module.config.num_layers)
   found = dict.fromkeys(folder.names())
   source = str(path)
   assemble.check_names(expected, found, source, tied=module.config.tie_embeddings)
   dense = {p: s for p, s in shapes.items() if p not in packed}
   params = assemble.fill(
-    dense, names.HUGGING_FACE, folder.read, dtype=dtype, place=place, source=source
+    dense, template, names.parts_of(folder.read), dtype=dtype, place=place, source=source
   )
   for p in packed:
-    assemble.insert(params, p, place(p, _load_fp4(folder, p, shapes[p])))
+    assemble.insert(params, p, place(p, _load_fp4(folder, p, template, shapes[p])))
   return params
 
 
@@ -134,7 +137,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
 
 
 def _packed_paths(
-  folder: st.SafetensorsFolder, shapes: assemble.Shapes, num_layers: int
+  folder: st.SafetensorsFolder, shapes: assemble.Shapes, template: Template, num_layers: int
 ) -> list[str]:
   """Kernels that the folder holds as FP4, in every layer."""
   there = set(folder.names())
@@ -142,7 +145,8 @@ def _packed_paths(
   for path in shapes:
     if not path.endswith("/kernel"):
       continue
-    linears = [_linear_name(path, i) for i in range(num_layers if names.is_stacked(path) else 1)]
+    layers = range(num_layers) if names.is_stacked(path) else (None,)
+    linears = [_linear_name(template, path, i) for i in layers]
     has = [f"{linear}.{fp4_checkpoints.PACKED}" in there for linear in linears]
     if any(has) and not all(has):
       dense, fp4 = linears[has.index(False)], linears[has.index(True)]
@@ -155,15 +159,17 @@ def _packed_paths(
   return packed
 
 
-def _linear_name(path: str, layer: int | None) -> str:
+def _linear_name(template: Template, path: str, layer: int | None) -> str:
   """'model.layers.3.self_attn.q_proj'."""
-  return names.HUGGING_FACE[path].format(layer).removesuffix(".weight")
+  return names.tensor_name(template, path, layer).removesuffix(".weight")
 
 
-def _expected_names(shapes: assemble.Shapes, packed: list[str], num_layers: int) -> dict[str, Any]:
+def _expected_names(
+  shapes: assemble.Shapes, packed: list[str], template: Template, num_layers: int
+) -> dict[str, Any]:
   parts = (fp4_checkpoints.PACKED, fp4_checkpoints.SCALE, fp4_checkpoints.GLOBAL_SCALE)
   expected = {}
-  for name, place in names.expand(shapes, names.HUGGING_FACE, num_layers).items():
+  for name, place in names.expand(shapes, template, num_layers).items():
     if place[0] in packed:
       linear = name.removesuffix(".weight")
       expected |= {f"{linear}.{part}": place for part in parts}
@@ -172,7 +178,9 @@ def _expected_names(shapes: assemble.Shapes, packed: list[str], num_layers: int)
   return expected
 
 
-def _load_fp4(folder: st.SafetensorsFolder, path: str, shape: tuple[int, ...]) -> weights.FP4Array:
+def _load_fp4(
+  folder: st.SafetensorsFolder, path: str, template: Template, shape: tuple[int, ...]
+) -> weights.FP4Array:
   """One kernel, stacked where `path` is, on the default device."""
   *axes, features_in, features_out = shape
   codes = assemble.aligned_empty((*axes, features_out, features_in // 2), np.uint8)
@@ -181,7 +189,7 @@ def _load_fp4(folder: st.SafetensorsFolder, path: str, shape: tuple[int, ...]) -
   )
   divisor = assemble.aligned_empty(tuple(axes), np.float32)
   for index in np.ndindex(*axes):
-    linear = _linear_name(path, *(index or (None,)))
+    linear = _linear_name(template, path, *(index or (None,)))
     parts = (fp4_checkpoints.PACKED, fp4_checkpoints.SCALE, fp4_checkpoints.GLOBAL_SCALE)
     tensors = {f"{linear}.{part}": folder.read(f"{linear}.{part}") for part in parts}
     leaf = fp4_checkpoints.from_compressed_tensors(tensors, str(folder.path))

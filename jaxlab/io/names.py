@@ -1,12 +1,15 @@
 """Checkpoint names as data: our parameter paths and what Hugging Face and llama.cpp call them.
 
-A template with `{}` names one tensor a layer; ours is then stacked below `layers/`. Kernels
-(`.../kernel`) are stored as [out, in] in both formats and kept as [in, out] here; everything else
-has the same layout in all three.
+A template with `{}` names one tensor a layer; ours is then stacked below `layers/`. One that ends
+in `#i/n` names part i of n equal parts of a tensor's rows (a fused kernel). Kernels (`.../kernel`)
+are stored as [out, in] in both formats and kept as [in, out] here; everything else has the same
+layout in all three.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 _LAYER = "model.layers.{}."
 
@@ -35,6 +38,34 @@ HUGGING_FACE = {
   "layers/down/bias": _LAYER + "mlp.down_proj.bias",
 }
 
+# Ettin's decoders, and what ModernBERT and Ettin's encoders name otherwise. The first layer's gain
+# is the one behind the embedding, see `jaxlab.models.modernbert`.
+MODERNBERT_DECODER = {
+  "embed": "model.embeddings.tok_embeddings.weight",
+  "norm": "model.final_norm.weight",
+  "head_dense/kernel": "lm_head.dense.weight",
+  "head_norm": "lm_head.norm.weight",
+  "head/kernel": "decoder.weight",
+  "head/bias": "decoder.bias",
+  "layers/attn_norm": _LAYER + "attn_norm.weight",
+  "layers/q/kernel": _LAYER + "attn.q_proj.weight",
+  "layers/k/kernel": _LAYER + "attn.k_proj.weight",
+  "layers/v/kernel": _LAYER + "attn.v_proj.weight",
+  "layers/o/kernel": _LAYER + "attn.Wo.weight",
+  "layers/mlp_norm": _LAYER + "mlp_norm.weight",
+  "layers/gate/kernel": _LAYER + "mlp.Wi.weight#0/2",
+  "layers/up/kernel": _LAYER + "mlp.Wi.weight#1/2",
+  "layers/down/kernel": _LAYER + "mlp.Wo.weight",
+}
+MODERNBERT = MODERNBERT_DECODER | {
+  "head_dense/kernel": "head.dense.weight",
+  "head_norm": "head.norm.weight",
+  "layers/q/kernel": _LAYER + "attn.Wqkv.weight#0/3",
+  "layers/k/kernel": _LAYER + "attn.Wqkv.weight#1/3",
+  "layers/v/kernel": _LAYER + "attn.Wqkv.weight#2/3",
+}
+_ELSEWHERE = {"model.layers.0.attn_norm.weight": "model.embeddings.norm.weight"}
+
 # llama.cpp's `gguf-py/gguf/constants.py`, architectures llama, qwen2 and qwen3.
 GGUF = {
   "embed": "token_embd.weight",
@@ -60,6 +91,9 @@ GGUF = {
   "layers/down/bias": "blk.{}.ffn_down.bias",
 }
 
+# Copies of a tied embedding under the name of the output matrix.
+TIED = {template["head/kernel"] for template in (HUGGING_FACE, MODERNBERT, GGUF)}
+
 # Buffers that old versions of transformers saved and every reader recomputes.
 IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)|rope_freqs\.weight")
 
@@ -67,6 +101,39 @@ IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)|r
 GGUF_INTERLEAVED = ("llama",)
 
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+
+
+def huggingface(model_type: str | None) -> Mapping[str, str]:
+  """The template of a `config.json`'s `model_type`."""
+  own = {"modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT_DECODER}
+  return own.get(model_type, HUGGING_FACE)
+
+
+def tensor_name(template: Mapping[str, str], path: str, layer: int | None = None) -> str:
+  """The checkpoint's name of a parameter, for a part of a fused tensor with `#i/n` behind it."""
+  name = template[path].format(layer)
+  return _ELSEWHERE.get(name, name)
+
+
+def split_part(name: str) -> tuple[str, int, int]:
+  """(tensor, i, n): the tensor's own name, and which of its n equal parts is meant."""
+  tensor, _, part = name.partition("#")
+  index, _, count = part.partition("/")
+  return (tensor, int(index), int(count)) if part else (tensor, 0, 1)
+
+
+def parts_of(read: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
+  """A reader of whole tensors as one that also knows the names of parts."""
+
+  def read_part(name: str) -> np.ndarray:
+    tensor, index, count = split_part(name)
+    value = read(tensor)
+    if len(value) % count:
+      return value  # no such parts; the check of the shape says so by name
+    rows = len(value) // count
+    return value[index * rows : (index + 1) * rows]
+
+  return read_part
 
 
 def is_linear(name: str) -> bool:
@@ -89,11 +156,12 @@ def is_transposed(path: str) -> bool:
 
 
 def expand(paths: Iterable[str], template: Mapping[str, str], num_layers: int) -> dict:
-  """{checkpoint name: (path, layer or None)} for the given paths of a model."""
+  """{checkpoint name: (path, layer or None)} for the given paths of a model.
+
+  A fused tensor stands there once, for one of its parts.
+  """
   names = {}
   for path in paths:
-    if is_stacked(path):
-      names |= {template[path].format(i): (path, i) for i in range(num_layers)}
-    else:
-      names[template[path]] = (path, None)
+    for layer in range(num_layers) if is_stacked(path) else (None,):
+      names[split_part(tensor_name(template, path, layer))[0]] = (path, layer)
   return names

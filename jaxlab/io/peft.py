@@ -152,6 +152,10 @@ def _adapter_tensors(params: PyTree, config: lora.LoRAConfig) -> dict[str, st.Te
   gains = {names.HUGGING_FACE[f"layers/{norm}"] for norm in lora.NORMS if config.train_norms}
   found = set()
   for path, layer, like, take in export.per_layer(params):
+    if path not in names.HUGGING_FACE:
+      raise ValueError(
+        f"save_adapter: the model must be a Llama or Qwen; got one with {path!r}. Use jaxlab.save."
+      )
     template = names.HUGGING_FACE[path]
     name = template.format(layer)
     if isinstance(like, weights.LoRA):

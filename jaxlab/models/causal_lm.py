@@ -7,7 +7,7 @@ Sources: arXiv 2302.13971 (Llama), 2407.21783 (Llama 3), 2412.15115 (Qwen2.5), 2
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxlab.attention import cache as kv
 from jaxlab.attention import dense
-from jaxlab.nn import norm, rotary, stack, weights
+from jaxlab.nn import primitives, rotary, stack, weights
+
+INIT = nn.initializers.normal(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class CausalLMConfig:
   o_bias: bool = False
   mlp_bias: bool = False
   qk_norm: bool = False  # Qwen3
+  causal: ClassVar[bool] = True  # so are all of these families
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -57,15 +60,15 @@ class Block(nn.Module):
   def setup(self):
     c, dtype = self.config, self.param_dtype
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    _gain(self, "attn_norm", c.width, dtype)
+    primitives.declare_gain(self, "attn_norm", c.width, dtype)
     _linear(self, "q", c.width, heads, c.qkv_bias, dtype)
     _linear(self, "k", c.width, kv_heads, c.qkv_bias, dtype)
     _linear(self, "v", c.width, kv_heads, c.qkv_bias, dtype)
     _linear(self, "o", heads, c.width, c.o_bias, dtype)
     if c.qk_norm:
-      _gain(self, "q_norm", c.head_dim, dtype)
-      _gain(self, "k_norm", c.head_dim, dtype)
-    _gain(self, "mlp_norm", c.width, dtype)
+      primitives.declare_gain(self, "q_norm", c.head_dim, dtype)
+      primitives.declare_gain(self, "k_norm", c.head_dim, dtype)
+    primitives.declare_gain(self, "mlp_norm", c.width, dtype)
     _linear(self, "gate", c.width, c.mlp_width, c.mlp_bias, dtype)
     _linear(self, "up", c.width, c.mlp_width, c.mlp_bias, dtype)
     _linear(self, "down", c.mlp_width, c.width, c.mlp_bias, dtype)
@@ -73,24 +76,24 @@ class Block(nn.Module):
   def qkv(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
     """q_BTNH, k_BTKH, v_BTKH before rotation, from the normalised input."""
     c = self.config
-    y_BTD = norm.rms_norm(x_BTD, self._get("attn_norm"), c.norm_eps)
-    q, k, v = self._project(y_BTD, "q", "k", "v")
+    y_BTD = primitives.rms_norm(x_BTD, self._get("attn_norm"), c.norm_eps)
+    q, k, v = primitives.project(self, y_BTD, "q", "k", "v")
     heads = lambda x, n: x.reshape(*x.shape[:-1], n, c.head_dim)
     q, k, v = heads(q, c.num_heads), heads(k, c.num_kv_heads), heads(v, c.num_kv_heads)
     if c.qk_norm:
-      q = norm.rms_norm(q, self._get("q_norm"), c.norm_eps)
-      k = norm.rms_norm(k, self._get("k_norm"), c.norm_eps)
+      q = primitives.rms_norm(q, self._get("q_norm"), c.norm_eps)
+      k = primitives.rms_norm(k, self._get("k_norm"), c.norm_eps)
     return q, k, v
 
   def out(self, o_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    (y_BTD,) = self._project(o_BTNH.reshape(*o_BTNH.shape[:-2], -1), "o")
+    (y_BTD,) = primitives.project(self, o_BTNH.reshape(*o_BTNH.shape[:-2], -1), "o")
     return y_BTD
 
   def mlp(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """down(silu(gate(x)) * up(x)) of the normalised input."""
-    y_BTD = norm.rms_norm(x_BTD, self._get("mlp_norm"), self.config.norm_eps)
-    gate_BTF, up_BTF = self._project(y_BTD, "gate", "up")
-    (y_BTD,) = self._project(jax.nn.silu(gate_BTF) * up_BTF, "down")
+    y_BTD = primitives.rms_norm(x_BTD, self._get("mlp_norm"), self.config.norm_eps)
+    gate_BTF, up_BTF = primitives.project(self, y_BTD, "gate", "up")
+    (y_BTD,) = primitives.project(self, jax.nn.silu(gate_BTF) * up_BTF, "down")
     return y_BTD
 
   def __call__(self, x_BTD, rope, attend, layer_cache=None):
@@ -103,14 +106,6 @@ class Block(nn.Module):
   def _get(self, name):
     return self.get_variable("params", name)
 
-  def _project(self, x, *names):
-    linears = [self._get(name) for name in names]
-    ys = weights.matmul_many(x, [linear["kernel"] for linear in linears])
-    return tuple(
-      y + weights.broadcast_bias(linear["bias"], y) if "bias" in linear else y
-      for y, linear in zip(ys, linears, strict=True)
-    )
-
 
 class CausalLM(nn.Module):
   """Decoder-only language model on the model contract: embed, hidden, head, __call__."""
@@ -118,14 +113,14 @@ class CausalLM(nn.Module):
   config: CausalLMConfig
   param_dtype: jax.typing.DTypeLike = jnp.float32
   remat: bool = False  # keep only each block's input for the backward pass
-  placement: Any = None  # `jaxlab.parallel.rules.Placement`: kernels are gathered over `fsdp`
+  placement: Any = None  # `jaxlab.parallel.rules.Placement`: where activations and kernels are
 
   def setup(self):
     c = self.config
-    _declare(self, "embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.param_dtype)
+    primitives.declare(self, "embed", INIT, (c.vocab_size, c.width), self.param_dtype)
     if not self.has_variable("params", "layers"):
       self.param("layers", self._init_layers)
-    _gain(self, "norm", c.width, self.param_dtype)
+    primitives.declare_gain(self, "norm", c.width, self.param_dtype)
     if not c.tie_embeddings:
       _linear(self, "head", c.width, c.vocab_size, False, self.param_dtype)
 
@@ -158,6 +153,8 @@ class CausalLM(nn.Module):
     if positions_BT is None:
       positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     attend = attend or dense.DenseAttention()
+    if self.placement is not None:
+      attend = self.placement.attend(attend)
     rope = rotary.rope_at(self.config.rope, self.config.head_dim, positions_BT)
     module = self._block
 
@@ -171,17 +168,13 @@ class CausalLM(nn.Module):
       block, layers, self.embed(tokens_BT), cache, remat=self.remat
     )
     gain_D = self.get_variable("params", "norm")
-    return norm.rms_norm(x_BTD, gain_D, self.config.norm_eps), cache
+    return primitives.rms_norm(x_BTD, gain_D, self.config.norm_eps), cache
 
   def head(self, rows: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Float32 logits of hidden rows."""
     if not self.config.tie_embeddings:
       return weights.matmul(rows, self._whole("head/kernel")).astype(jnp.float32)
-    embed_VD = self._whole("embed").astype(rows.dtype)
-    flat_MD = rows.reshape(-1, rows.shape[-1])
-    # Weight first: with one row the usual order is twenty times slower on a CPU.
-    logits_VM = jnp.einsum("VD,MD->VM", embed_VD, flat_MD, preferred_element_type=jnp.float32)
-    return logits_VM.T.reshape(*rows.shape[:-1], -1)
+    return primitives.tied_logits(rows, self._whole("embed"))
 
   def _whole(self, path: str) -> Any:
     """A parameter beside the layers, gathered over `fsdp` where there is a placement."""
@@ -195,10 +188,8 @@ class CausalLM(nn.Module):
     return self.head(hidden_BTD)
 
 
-def init_cache(
-  config: CausalLMConfig, batch: int, num_slots: int, dtype, *, stacked: bool
-) -> kv.KVCache:
-  """An empty cache for `batch` rows of up to `num_slots` positions."""
+def init_cache(config: Any, batch: int, num_slots: int, dtype, *, stacked: bool) -> kv.KVCache:
+  """An empty cache for `batch` rows of up to `num_slots` positions; `config` is any family's."""
   return kv.init_cache(
     num_layers=config.num_layers,
     batch=batch,
@@ -210,19 +201,7 @@ def init_cache(
   )
 
 
-def _declare(module, name, init, shape, dtype):
-  """Linen's `param` refuses packed leaves: it is called only to initialise what is not there."""
-  if not module.has_variable("params", name):
-    module.param(name, init, shape, dtype)
-
-
-def _gain(module, name, features, dtype):
-  _declare(module, name, nn.initializers.ones, (features,), dtype)
-
-
 def _linear(module, name, features_in, features_out, use_bias, dtype):
-  def init(key, shape, dtype):
-    kernel = nn.initializers.normal(0.02)(key, shape, dtype)
-    return {"kernel": kernel} | ({"bias": jnp.zeros(shape[1:], dtype)} if use_bias else {})
-
-  _declare(module, name, init, (features_in, features_out), dtype)
+  primitives.declare_linear(
+    module, name, features_in, features_out, use_bias=use_bias, dtype=dtype, kernel_init=INIT
+  )

@@ -1,8 +1,8 @@
 """config.json -> module: the one place that knows which architectures exist.
 
 Configs as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are
-read
-alike. What a checkpoint asks for and we do not have is refused by field and value, never ignored.
+read alike. What a checkpoint asks for and we do not have is refused by field and value, never
+ignored.
 """
 
 from typing import Any
@@ -10,25 +10,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlab.models import causal_lm
+from jaxlab.models import causal_lm, modernbert
 from jaxlab.nn import rotary
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+ENCODER, DECODER = "modernbert", "modernbert-decoder"
+MODERNBERT = (ENCODER, DECODER)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+Model = causal_lm.CausalLM | modernbert.ModernBert
 
 
-def from_config(
-  config: dict[str, Any], param_dtype: jax.typing.DTypeLike = jnp.float32
-) -> causal_lm.CausalLM:
+def from_config(config: dict[str, Any], param_dtype: jax.typing.DTypeLike = jnp.float32) -> Model:
   """Builds the module that a Hugging Face `config.json` describes.
 
   Raises: ValueError naming the field and its value for anything unsupported.
   """
+  family = config.get("model_type")
+  if family in MODERNBERT:
+    return modernbert.ModernBert(modernbert_config(config), param_dtype)
+  if family not in FAMILIES:
+    raise _unsupported("model_type", family, f"one of {', '.join(FAMILIES + MODERNBERT)}")
   return causal_lm.CausalLM(causal_lm_config(config), param_dtype)
 
 
 def causal_lm_config(config: dict[str, Any]) -> causal_lm.CausalLMConfig:
-  """The architecture fields of a Llama, Qwen2 or Qwen3 `config.json`."""
+  """The architecture fields of a Llama, Qwen2 or Qwen3 `config.json`.
+
+  Raises: ValueError as `from_config`, and for families that `from_config` alone has.
+  """
   family = config.get("model_type")
+  if family in MODERNBERT:
+    raise ValueError(
+      f"config.json: for this use model_type must be one of {', '.join(FAMILIES)}; got {family!r}. "
+      "Budgets, quantisation and RL do not know it yet; jaxlab.load does."
+    )
   if family not in FAMILIES:
     raise _unsupported("model_type", family, f"one of {', '.join(FAMILIES)}")
   _refuse(config, "hidden_act", ("silu", "swish"), default="silu")
@@ -57,6 +73,81 @@ def causal_lm_config(config: dict[str, Any]) -> causal_lm.CausalLMConfig:
     mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
     qk_norm=family == "qwen3",
   )
+
+
+def modernbert_config(
+  config: dict[str, Any], *, decoder_window: str = "hf"
+) -> modernbert.ModernBertConfig:
+  """The architecture fields of a ModernBERT or Ettin `config.json`.
+
+  Args:
+    decoder_window: keys of a local layer of a decoder, of `local_attention` 128: "hf" for 64 as in
+      transformers, "train" for 65 as in the training code of Ettin, where the edge is inclusive.
+  """
+  if decoder_window not in ("hf", "train"):
+    raise ValueError(
+      f"modernbert_config: decoder_window must be hf or train; got {decoder_window!r}."
+    )
+  family = config.get("model_type")
+  if family not in MODERNBERT:
+    raise _unsupported("model_type", family, f"one of {', '.join(MODERNBERT)} here")
+  for field in ("hidden_activation", "classifier_activation"):
+    _refuse(config, field, ("gelu",), default="gelu")
+  for field in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"):
+    _refuse(config, field, (False,), default=False)
+  _refuse(config, "decoder_bias", (True,), default=True)
+  local_layers = tuple(kind == "sliding_attention" for kind in _layer_types(config))
+  global_rope, local_rope = _modernbert_ropes(config, any(local_layers))
+  half = config.get("sliding_window")  # written by the decoder; the other way to say the same
+  half = _required(config, "local_attention") // 2 if half is None else half
+  causal = family == DECODER
+  return modernbert.ModernBertConfig(
+    vocab_size=_required(config, "vocab_size"),
+    width=_required(config, "hidden_size"),
+    num_heads=_required(config, "num_attention_heads"),
+    mlp_width=_required(config, "intermediate_size"),
+    local_layers=local_layers,
+    window=half if causal and decoder_window == "hf" else half + 1,
+    global_rope=global_rope,
+    local_rope=local_rope,
+    causal=causal,
+    norm_eps=config.get("norm_eps", 1e-5),
+    max_positions=_required(config, "max_position_embeddings"),
+    tie_embeddings=config.get("tie_word_embeddings", True),
+  )
+
+
+def _layer_types(config: dict[str, Any]) -> list[str]:
+  """`layer_types` (transformers 5) or `global_attn_every_n_layers` (4), one a layer."""
+  depth = _required(config, "num_hidden_layers")
+  types = config.get("layer_types")
+  if types is None:
+    every = _required(config, "global_attn_every_n_layers")
+    types = [LAYER_TYPES[bool(i % every)] for i in range(depth)]
+  if unknown := set(types) - set(LAYER_TYPES):
+    raise _unsupported("layer_types", sorted(unknown), " and ".join(LAYER_TYPES))
+  if len(types) != depth:
+    raise _unsupported("layer_types", types, f"one a layer, {depth} of them")
+  return types
+
+
+def _modernbert_ropes(
+  config: dict[str, Any], any_local: bool
+) -> tuple[rotary.RopeConfig, rotary.RopeConfig]:
+  """(of global, of local layers). Nothing is assumed: phases of one model differ in theta."""
+  if by_type := config.get("rope_parameters"):
+    of_global = _required(by_type, "full_attention")
+    of_local = _required(by_type, "sliding_attention") if any_local else of_global
+  else:
+    scaling = config.get("rope_scaling") or {}
+    of_global = scaling | {"rope_theta": _required(config, "global_rope_theta")}
+    theta = config.get("local_rope_theta", of_global["rope_theta"])
+    of_local = scaling | {"rope_theta": of_global["rope_theta"] if theta is None else theta}
+    if any_local and "local_rope_theta" not in config:  # null is another matter: as global layers
+      _required(config, "local_rope_theta")
+  for rope in (of_global, of_local):
+    _required(rope, "rope_theta")
+  return rope_config({"rope_parameters": of_global}), rope_config({"rope_parameters": of_local})
 
 
 def rope_config(config: dict[str, Any]) -> rotary.RopeConfig:

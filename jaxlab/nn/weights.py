@@ -270,10 +270,9 @@ def map_leaves(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
   )
 
 
-def partition(
-  params: PyTree, is_trainable: Callable[[str], bool]
-) -> tuple[dict[str, Array], PyTree]:
-  """Splits params by the path of each array, e.g. 'layers/q/kernel/a' or 'layers/attn_norm'.
+def partition(params: PyTree, is_trainable: Callable[[str], bool]) -> tuple[dict[str, Any], PyTree]:
+  """Splits params by the path of each array or shape, e.g. 'layers/q/kernel/a' or
+  'layers/attn_norm'.
 
   Returns: (trainable, frozen): `trainable` is a flat {path: array}; `frozen` is params with None at
     those places. `merge` puts them together again.
@@ -290,7 +289,7 @@ def partition(
   return trainable, jax.tree.unflatten(treedef, rest)
 
 
-def merge(trainable: dict[str, Array], frozen: PyTree) -> PyTree:
+def merge(trainable: dict[str, Any], frozen: PyTree) -> PyTree:
   """The inverse of `partition`; pure and free, to be called inside the jitted step."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(frozen, is_leaf=lambda x: x is None)
   missing = trainable.keys() - {path_str(p) for p, x in flat if x is None}

@@ -9,11 +9,11 @@ Source: the usual maximum likelihood of a decoder, with the mask of supervised f
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxlab.models import causal_lm
 from jaxlab.nn import pytree
 from jaxlab.objectives import policy_gradient, policy_gradient_core
 from jaxlab.objectives.weighted import Weighted
@@ -34,7 +34,7 @@ class TokenBatch:
 
 
 def make_objective(
-  module: causal_lm.CausalLM, *, chunk_tokens: int = 4096
+  module: nn.Module, *, chunk_tokens: int = 4096
 ) -> Callable[[PyTree, TokenBatch, jax.Array], tuple[Weighted, dict[str, Weighted]]]:
   """The objective `(params, TokenBatch, key) -> (Weighted, metrics)`.
 
@@ -42,9 +42,14 @@ def make_objective(
   split add up to the mean over all tokens. Metric: "entropy", of the predictions, in nats.
 
   Args:
-    module: a model on the model contract.
+    module: a decoder on the model contract.
     chunk_tokens: tokens that one call of the head sees, about.
+  Raises: ValueError for an encoder, which sees the tokens it would have to predict.
   """
+  if not module.config.causal:
+    raise ValueError(
+      "clm.make_objective: the model must be causal; got an encoder. Choose a decoder."
+    )
 
   def objective(params, batch: TokenBatch, key):
     del key  # nothing random

@@ -120,8 +120,9 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """log softmax(head(hidden) / temperature)[target] and the entropy, never holding [B, T, V].
 
-  Chunks cut T and keep B whole, so that a batch sharded over devices stays sharded; a chunk holds
-  at most max(chunk_tokens, B) tokens. Each chunk is rematerialised in the backward pass.
+  Chunks cut T and keep B whole, so that a batch sharded over devices stays sharded, and take every
+  n-th token, so that one whose T is sharded does too; a chunk holds at most max(chunk_tokens, B)
+  tokens. Each chunk is rematerialised in the backward pass.
 
   Args:
     head_fn: hidden rows -> logits; may close over traced parameters, which then get gradients.
@@ -147,14 +148,14 @@ def chunked_logprobs(
     return chosen_Bt - log_z_Bt, -terms_BtV.sum(-1)
 
   xs = (
-    hidden_BTD.reshape(batch, chunks, columns, width).swapaxes(0, 1),
-    targets_BT.reshape(batch, chunks, columns).swapaxes(0, 1),
+    jnp.moveaxis(hidden_BTD.reshape(batch, columns, chunks, width), 2, 0),
+    jnp.moveaxis(targets_BT.reshape(batch, columns, chunks), 2, 0),
   )
   if chunks == 1:  # its logits are the peak either way: keeping them saves a product with the head
     out = jax.tree.map(lambda y: y[None], one_chunk(jax.tree.map(lambda x: x[0], xs)))
   else:
     out = jax.lax.map(jax.checkpoint(one_chunk), xs)
-  logp_BT, entropy_BT = (y.swapaxes(0, 1).reshape(batch, -1)[:, :length] for y in out)
+  logp_BT, entropy_BT = (jnp.moveaxis(y, 0, 2).reshape(batch, -1)[:, :length] for y in out)
   return logp_BT, entropy_BT
 
 

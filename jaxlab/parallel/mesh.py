@@ -1,12 +1,13 @@
-"""The device mesh, and the start of a program that runs as several processes.
+"""The device mesh, and programs that run as several processes: their start, and what they share.
 
 Axes, outermost first: `data` (rows of a batch; parameters copied), `fsdp` (rows; parameters split),
-`tensor` (heads and MLP width), `sequence` (reserved for long contexts). Neighbouring devices share
+`tensor` (heads and MLP width), `sequence` (positions of long contexts). Neighbouring devices share
 the inner axes, which exchange the most.
 """
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"  # host:port of process 0
@@ -122,6 +123,16 @@ def initialize_processes(environment: Mapping[str, str] = os.environ) -> bool:
   return True
 
 
+def connect_processes() -> bool:
+  """`initialize_processes` for a launcher: whether this process writes the run's files."""
+  return not initialize_processes() or leads()
+
+
+def leads() -> bool:
+  """True in one process of a run: the one that writes files."""
+  return jax.process_index() == 0
+
+
 def detects_processes(environment: Mapping[str, str]) -> bool:
   """Whether a launcher that JAX knows started several processes, or the user says so."""
   asked = environment.get(ASK, "0") != "0"
@@ -132,6 +143,29 @@ def detects_processes(environment: Mapping[str, str]) -> bool:
   indexed_job = "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
   job = indexed_job and importlib.util.find_spec("kubernetes") is not None
   return asked or slurm or open_mpi or tpu or tpu_slices or job
+
+
+def to_host(tree: Any) -> Any:
+  """The arrays as NumPy, whole; with several processes in each of them, so all must call it."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  gather = lambda x: multihost_utils.process_allgather(x, tiled=True)
+  elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
+  return jax.tree.map(lambda x: gather(x) if elsewhere(x) else jax.device_get(x), tree)
+
+
+def from_all(value: Any) -> list[Any]:
+  """The JSON `value` of every process, in their order; all must call it.
+
+  As text, so that float64, None and names come through.
+  """
+  if jax.process_count() == 1:
+    return [value]
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(text.size))
+  longest = 1 << int(sizes.max() - 1).bit_length()  # a power of two: few programs are compiled
+  rows = multihost_utils.process_allgather(np.pad(text, (0, longest - text.size)))
+  return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -3,15 +3,18 @@
 A rule maps a kernel to (axis of its inputs, axis of its outputs). Column-parallel kernels split
 their outputs over `tensor` and row-parallel ones their inputs, so that attention and MLP need one
 sum each; the other axis is split over `fsdp`. What each component of a packed or adapted kernel
-gets is `jaxlab.nn.weights.partition_specs`. Layers (the stack axis) are never split.
-Source: arXiv 1909.08053 §3 (tensor), 1910.02054 (fsdp). Dims: V D K.
+gets is `jaxlab.nn.weights.partition_specs`. Layers (the stack axis) are never split. Activations
+have rows over `data` and `fsdp`, positions over `sequence`, heads over `tensor`.
+Source: arXiv 1909.08053 §3 (tensor), 1910.02054 (fsdp). Dims: V D K; B T S N H L of a cache.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,6 +31,7 @@ RULES = {
   "gate": COLUMN, "up": COLUMN, "down": ROW,
   "embed": ROW,  # [V, D]
   "head": COLUMN,
+  "head_dense": ("fsdp", None),  # its outputs are normalised: whole
 }  # fmt: skip
 ROWS = ("data", "fsdp")  # the axes that hold different rows of a batch
 
@@ -35,6 +39,50 @@ ROWS = ("data", "fsdp")  # the axes that hold different rows of a batch
 def batch_spec() -> PartitionSpec:
   """Of every array of a batch: rows (the leading axis) over `data` and `fsdp`."""
   return PartitionSpec(ROWS)
+
+
+def row_shards(mesh: Mesh) -> int:
+  """How many parts the rows of a batch are split into."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def activation_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """Of an array [B, ...]: rows over `data` and `fsdp`; of one [B, T, D], T over `sequence` too.
+
+  An axis that does not divide stays whole: a decoded token (T = 1), the one row of a prefix.
+  """
+  if not shape:
+    return PartitionSpec()
+  positions = _divides("sequence", shape[1], mesh) if len(shape) > 2 else None
+  return _spelt(_row_axes(shape[0], mesh), positions)
+
+
+def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """Of the keys or values [*L, B, K, S, H] of a cache: rows over `data` and `fsdp`, K over
+  `tensor`; an axis that does not divide stays whole."""
+  *stack, rows, kv_heads, _, _ = shape
+  return _spelt(*[None] * len(stack), _row_axes(rows, mesh), _divides("tensor", kv_heads, mesh))
+
+
+def _row_axes(rows: int, mesh: Mesh) -> tuple[str, ...] | str | None:
+  """The axes that split the rows: both, or one of them, or none."""
+  split = [axis for axis in ROWS if mesh.shape[axis] > 1]
+  if len(split) == len(ROWS) and rows % row_shards(mesh) == 0:
+    return ROWS
+  return next((axis for axis in split if rows % mesh.shape[axis] == 0), None)
+
+
+def _divides(axis: str, size: int, mesh: Mesh) -> str | None:
+  shards = mesh.shape[axis]
+  return axis if shards > 1 and size % shards == 0 else None
+
+
+def _spelt(*axes) -> PartitionSpec:
+  """As jit spells it, without None at the end: another spelling is another compilation."""
+  axes = list(axes)
+  while axes and axes[-1] is None:
+    axes.pop()
+  return PartitionSpec(*axes)
 
 
 def param_specs(params: PyTree, mesh: Mesh, *, num_kv_heads: int | None = None) -> PyTree:
@@ -68,7 +116,11 @@ def leaf_specs(path: str, leaf: Any, mesh: Mesh, *, num_kv_heads: int | None = N
       f"param_specs: every parameter needs a rule; got {path!r}, and rules for "
       f"{', '.join(RULES)} and norms. Add one to jaxlab/parallel/rules.py."
     )
-  in_axis, out_axis = _axes(name, leaf, mesh, num_kv_heads)
+  in_axis, out_axis = (
+    # An axis of one device is left out, as jit does: another spelling is another compilation.
+    None if axis is None or mesh.shape[axis] == 1 else axis
+    for axis in _axes(name, leaf, mesh, num_kv_heads)
+  )
   if rest == ["bias"]:
     return PartitionSpec(*[None] * (leaf.ndim - 1), out_axis) if out_axis else PartitionSpec()
   return weights.partition_specs(leaf, in_axis, out_axis, mesh, path)
@@ -89,7 +141,7 @@ def shard_leaf(
 ) -> Any:
   """`shard_params` of one kernel or array, also of NumPy arrays."""
   specs = leaf_specs(path, leaf, mesh, num_kv_heads=num_kv_heads)
-  return jax.tree.map(lambda x, spec: _place(x, NamedSharding(mesh, spec)), leaf, specs)
+  return jax.tree.map(lambda x, spec: place(x, NamedSharding(mesh, spec)), leaf, specs)
 
 
 def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
@@ -100,18 +152,27 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
   Raises: ValueError if the axes do not divide the rows.
   """
   sharding = NamedSharding(mesh, batch_spec())
-  shards = mesh.shape["data"] * mesh.shape["fsdp"]
 
-  def place(x):
-    rows = x.shape[0] * jax.process_count()
-    if rows % shards:
-      raise ValueError(
-        f"shard_batch: rows must be a multiple of data * fsdp = {shards}; got {rows} rows. "
-        "Change the batch, or move devices to the tensor axis."
-      )
+  def put(x):
+    _check_rows(x.shape[0] * jax.process_count(), mesh)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-  return jax.tree.map(place, batch)
+  return jax.tree.map(put, batch)
+
+
+def shard_rows(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """`shard_batch` of arrays that every process has in full, with the same numbers."""
+  for x in jax.tree.leaves(batch):
+    _check_rows(x.shape[0], mesh)
+  return jax.tree.map(lambda x: place(x, NamedSharding(mesh, batch_spec())), batch)
+
+
+def _check_rows(rows: int, mesh: Mesh) -> None:
+  if rows % row_shards(mesh):
+    raise ValueError(
+      f"shard_batch: rows must be a multiple of data * fsdp = {row_shards(mesh)}; got {rows} rows. "
+      "Change the batch, or move devices to the tensor axis."
+    )
 
 
 def replicate(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
@@ -123,7 +184,7 @@ def replicate(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
   def put(x):
     there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-    return x if there else _place(x, NamedSharding(mesh, PartitionSpec()))
+    return x if there else place(x, NamedSharding(mesh, PartitionSpec()))
 
   return jax.tree.map(put, tree)
 
@@ -141,8 +202,33 @@ class Placement:
   num_kv_heads: int | None = None
 
   def rows(self, x: Any) -> Any:
-    """An activation [B, ...] with its rows over `data` and `fsdp`."""
-    return self._constrain(x, batch_spec())
+    """An activation [B, ...] placed by `activation_spec`."""
+    return self._constrain(x, activation_spec(x.shape, self.mesh))
+
+  def cache(self, x: Any) -> Any:
+    """Keys or values of a cache placed by `cache_spec`."""
+    return self._constrain(x, cache_spec(x.shape, self.mesh))
+
+  def attend(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention that sees its part of the queries and all keys and values of its rows."""
+    if self.mesh.shape["sequence"] == 1:
+      return attend
+
+    def placed(q_BTNH, k_BTKH, v_BTKH, rope, layer_cache):
+      q_BTNH, k_BTKH, v_BTKH = (
+        self._constrain(q_BTNH, self._heads(q_BTNH.shape, whole=False)),
+        self._constrain(k_BTKH, self._heads(k_BTKH.shape, whole=True)),
+        self._constrain(v_BTKH, self._heads(v_BTKH.shape, whole=True)),
+      )
+      return attend(q_BTNH, k_BTKH, v_BTKH, rope, layer_cache)
+
+    return placed
+
+  def _heads(self, shape: tuple[int, ...], *, whole: bool) -> PartitionSpec:
+    """Of q, k or v [B, T, heads, H]."""
+    rows, length, heads, _ = shape
+    positions = None if whole else _divides("sequence", length, self.mesh)
+    return _spelt(_row_axes(rows, self.mesh), positions, _divides("tensor", heads, self.mesh))
 
   def layer(self, params: PyTree) -> PyTree:
     """A layer's parameters with every kernel whole over `fsdp` (`tensor` stays as it is)."""
@@ -175,9 +261,13 @@ def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
 
 
-def _place(x: Any, sharding: NamedSharding) -> jax.Array:
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+  """One array, on the host or any devices, as a global one; every process passes all of it."""
   if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
     return jax.device_put(x, sharding)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = place(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   # device_put would first compare the whole array between the processes.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -77,6 +77,15 @@ def test_chunked_queries_are_the_unchunked(monkeypatch, chunk):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  "length, count", [(513, 3), (1024, 2), (2048, 4), (2304, 6), (8192, 16), (521, 2), (1100, 4)]
+)
+def test_chunks_are_full_where_a_few_more_make_them_so(length, count):
+  """2304 = 256 + 2048, QeRL's rows: six of 384 and not five of 461; 521 is prime."""
+  assert dense.num_chunks(length) == count
+  assert -(-length // count) <= dense.QUERY_CHUNK
+
+
 def test_gradient_is_finite_where_a_query_sees_nothing():
   q, k, v = random(1, 3, 1, 4), random(1, 3, 1, 4, seed=1), random(1, 3, 1, 4, seed=2)
   positions = jnp.array([[-1, 0, 1]])

@@ -43,6 +43,18 @@ def test_every_pair(case):
   assert found.any() and not found.all()
 
 
+@pytest.mark.parametrize("case", ["causal", "segments", "until"])
+def test_some_of_the_queries_are_those_rows_of_the_mask(case):
+  until = masks.Where(until_BS=jnp.array([[5, 3, 5, 4, 5], [5, 5, 3, 5, 5]]))
+  where = until if case == "until" else CASES[case][0]
+  q, k, slots = jnp.asarray(Q), jnp.asarray(K), jnp.array([1, 4, 2])
+  found = where.dense(q[:, slots], k, slots)
+  np.testing.assert_array_equal(found, where.dense(q, k)[:, slots])
+  # Queries past the end that only fill a chunk see nothing.
+  filled = where.dense(jnp.full((2, 1), -1), k, jnp.array([5]))
+  assert not filled.any()
+
+
 def test_one_row_of_keys_serves_all_rows():
   slots = jnp.arange(5)[None]
   found = masks.Where().dense(jnp.asarray(Q), slots)
