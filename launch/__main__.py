@@ -5,7 +5,7 @@ import importlib
 import pathlib
 import sys
 
-from launch import common, explain
+from launch import explain
 
 
 def verbs() -> dict[str, str]:
@@ -29,9 +29,7 @@ def main() -> None:
   if verb not in known:
     print(f"error: jaxlab: no verb {verb!r}.{explain.nearest(verb, list(known))}", file=sys.stderr)
     sys.exit(2)
-  module = importlib.import_module(f"launch.{verb}")
-  arguments = getattr(module, "ARGUMENTS", "")
-  common.run_verb(module.main, module.FLAGS, sys.argv[1:], arguments)
+  importlib.import_module(f"launch.{verb}").run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -54,9 +54,11 @@ class Run:
     seed: the one source of randomness.
     arguments: what was given without a flag (`jaxlab doctor DIR`).
     flags: the verb's own flags, by attribute.
+    leads: whether this process writes the files; False in all but one of several processes.
   """
 
   def __init__(self, verb: str, values: flags.FlagValues, arguments: list[str]):
+    self.leads = True
     self.verb = verb
     self.flags = values
     self.arguments = tuple(arguments)
@@ -64,22 +66,26 @@ class Run:
     self.workdir = pathlib.Path(values.workdir or default_workdir(verb, values.gin_file))
     self._started = False
 
-  def start(self, *, resumes: bool = True) -> None:
+  def start(self, *, resumes: bool = True, reads_all: bool = True) -> None:
     """Call when all is built: checks bindings and workdir, writes config.gin. Once is enough.
 
     Args:
       resumes: the workdir belongs to one config; False for a verb whose runs are independent.
+      reads_all: a binding without effect is an error; False for a verb that reads a part of other
+        verbs' recipes.
     Raises: ValueError for a binding without effect, or for a workdir of another config.
     """
     if self._started:
       return
-    registry.check_unused()
+    if reads_all:
+      registry.check_unused()
     config = redaction.redact(f"# verb = {self.verb}\n# seed = {self.seed}\n")
     config += redaction.redact(registry.operative_config())
     path = self.workdir / "config.gin"
     if resumes and path.exists():
       refuse_other_config(path, path.read_text(encoding="utf-8"), config)
-    write_atomically(path, config)
+    if self.leads:
+      write_atomically(path, config)
     self._started = True
 
 
@@ -98,6 +104,7 @@ def run_verb(
   verb_flags: flags.FlagValues,
   argv: list[str] | None = None,
   arguments: str = "",
+  connect: Callable[[], bool] | None = None,
 ) -> NoReturn:
   """Runs a verb and exits: 0 only on success, 2 on a user's mistake, 128 + signal if interrupted.
 
@@ -106,11 +113,16 @@ def run_verb(
     verb_flags: from `define_flags`.
     argv: program name and what follows; the process's own when None.
     arguments: what may be given without a flag, as --help shows it ("DIR"); nothing when empty.
+    connect: of a verb that may run as several processes: connects them before anything else and
+      says whether this one writes the files (`parallel.mesh.connect_processes`).
   """
-  sys.exit(execute(main, verb_flags, list(sys.argv if argv is None else argv), arguments))
+  argv = list(sys.argv if argv is None else argv)
+  sys.exit(execute(main, verb_flags, argv, arguments, connect))
 
 
-def execute(main: Callable, verb_flags: flags.FlagValues, argv: list[str], arguments="") -> int:
+def execute(
+  main: Callable, verb_flags: flags.FlagValues, argv: list[str], arguments="", connect=None
+) -> int:
   """`run_verb` that returns the exit code. Errors that are ours keep their traceback."""
   verb = pathlib.Path(main.__code__.co_filename).stem
   if {"--help", "-help", "-h", "--helpfull"} & set(argv[1:]):
@@ -120,6 +132,7 @@ def execute(main: Callable, verb_flags: flags.FlagValues, argv: list[str], argum
   try:
     run = Run(verb, verb_flags, verb_flags_from(argv, verb_flags, arguments))
     with _leave_on_signals():
+      run.leads = connect is None or connect()
       _main_in_workdir(main, run, argv)
   except SystemExit as leaving:
     return int(leaving.code or 0)
@@ -157,14 +170,17 @@ def _leave_on_signals() -> Iterator[None]:
 
 
 def _main_in_workdir(main: Callable, run: Run, argv: list[str]) -> None:
-  """Takes the workdir, parses gin, calls `main`, writes result.json."""
+  """Takes the workdir, parses gin, calls `main`, writes result.json.
+
+  Several processes of one run share the workdir: the one that writes holds it for all.
+  """
   began = time.time()
   registry.parse(run.flags.gin_file, run.flags.gin_bindings)
-  with hold(run.workdir):
+  with hold(run.workdir) if run.leads else contextlib.nullcontext():
     logging.info("%s in %s", run.verb, run.workdir)
     result = main(run)
     run.start()
-    if result is not None:
+    if result is not None and run.leads:
       command = f"python -m launch.{run.verb} {shlex.join(argv[1:])}".strip()
       about = {"seconds": round(time.time() - began, 3), "command": command}
       write_result(run.workdir, {**about, **result, "versions": versions()})

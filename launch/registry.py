@@ -44,12 +44,15 @@ CONFIGURABLES: tuple[str, ...] = (
   "jaxlab.data.tasks.letter_count",
   "jaxlab.data.tasks.reasoning_gym_items",
   "jaxlab.data.tasks.two_digit_sum",
+  "jaxlab.data.text.TextData",
+  "jaxlab.data.text.standard_library",
   "jaxlab.decode.sampling.SamplingConfig",
   "jaxlab.eval.accuracy.AccuracyConfig",
   "jaxlab.eval.perplexity.PerplexityConfig",
   "jaxlab.lora.LoRAConfig",
   "jaxlab.objectives.policy_gradient.PolicyGradientConfig",
   "jaxlab.optim.config.OptimizerConfig",
+  "jaxlab.parallel.mesh.MeshConfig",
   "jaxlab.quant.model.quantize",
   "jaxlab.rl.arms.Arm",
   "jaxlab.rl.arms.ArmsConfig",
@@ -63,6 +66,8 @@ CONFIGURABLES: tuple[str, ...] = (
   "jaxlab.rl.rewards.tasks.exact_match",
   "jaxlab.rl.rewards.tasks.reasoning_gym_score",
   "jaxlab.rl.tiny.addition_model",
+  "jaxlab.train.config.TrainConfig",
+  "jaxlab.train.tiny.byte_model",
 )
 
 CONSTANT = "gin.constant"  # its only use here: %gin.REQUIRED
@@ -132,6 +137,22 @@ def get(name: str) -> Callable:
     return _strict(*_resolve(name))
   except RecursionError:
     raise ValueError(f"get: bindings of {name!r} must not refer to themselves.") from None
+
+
+def mentions(name: str, arg: str | None = None) -> bool:
+  """Whether a binding names a function or class, or that argument of it."""
+  return any(b.name == name and arg in (None, b.arg) for b in _bindings.values())
+
+
+def setting(name: str, arg: str) -> Any:
+  """The value of one argument, as bound or by default, without building what the others are.
+
+  Counts as used. Raises: ValueError if the name is unknown.
+  """
+  bound = _bound(name)
+  if arg in bound:
+    return _walk(bound[arg].value, _evaluate)
+  return signatures.arguments(_lookup(name))[arg].default
 
 
 def check_unused() -> None:

@@ -2,7 +2,8 @@
 
 Quantises the base, samples groups of answers, scores them, trains LoRA adapters and norm gains, and
 scores held-out items before and after. Rerunning the same command resumes. --replay runs one update
-again that a broken run kept in its flight folder.
+again that a broken run kept in its flight folder. Several processes (SLURM, GKE, JAX_* variables)
+share one mesh, RLConfig.mesh, and one workdir.
 
 python -m launch.rl --gin_file=configs/demo/qerl.gin --workdir=runs/demo"""
 
@@ -10,6 +11,7 @@ import json
 
 from absl import flags
 
+from jaxlab.parallel import mesh
 from jaxlab.rl import base, experiment
 from jaxlab.train import signals
 from launch import common, registry
@@ -44,7 +46,7 @@ def main(run: common.Run) -> dict | None:
 
 def run(argv: list[str] | None = None) -> None:
   """Entry of `jaxlab rl`."""
-  common.run_verb(main, FLAGS, argv)
+  common.run_verb(main, FLAGS, argv, connect=mesh.connect_processes)
 
 
 if __name__ == "__main__":

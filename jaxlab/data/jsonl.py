@@ -160,11 +160,11 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
   if path.suffix == ".parquet":
     return _parquet_rows(path)
   if path.suffix in (".jsonl", ".json"):
-    return _json_rows(path)
+    return json_rows(path)
   raise ValueError(f"read_items: the data file must be .jsonl or .parquet; got {path}.")
 
 
-def _json_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
   """Rows counted from 1, as an editor counts lines; blank lines are skipped."""
   with path.open("rb") as lines:
     for number, line in enumerate(lines, 1):

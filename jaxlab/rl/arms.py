@@ -97,7 +97,8 @@ def run(
       curves.setdefault(arm.name, []).append(steps)
   judged = next(arm for arm in comparison.arms if arm.name == comparison.quantized)
   lm = base.load(judged.config.model_path(workdir), judged.quantize, judged.config)
-  trainer = loop.prepare(base.quantized(lm, judged.quantize), data, judged.config, seed)
+  lm = base.quantized(lm, judged.quantize, judged.config.mesh)
+  trainer = loop.prepare(lm, data, judged.config, seed)
   mismatch = {sigma: mismatch_at(trainer, sigma) for sigma in comparison.sigmas}
   found = criteria(rows, mismatch, baseline=comparison.baseline, quantized=comparison.quantized)
   arms_report.write(workdir, rows, mismatch, found)

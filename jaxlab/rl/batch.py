@@ -91,6 +91,17 @@ def pack(
   return PackedBatch(**{name: jnp.asarray(x) for name, x in out.items()})
 
 
+def largest(
+  sequences: int, *, per_row: int, max_prompt: int, max_answer: int, row_multiple: int = 1
+) -> PackedBatch:
+  """A batch of padding, as large as `pack` makes of so many sequences: nothing is shared."""
+  rows = _round_up(-(-sequences // per_row), row_multiple)
+  slots = _round_up(per_row * (max_prompt + max_answer), SLOT_MULTIPLE)
+  pairs = _next_power(per_row * max_answer)
+  arrays = _empty(rows, slots, pairs, per_row, max_answer)
+  return PackedBatch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+
+
 class _Tree(NamedTuple):
   tokens: list[int]
   positions: list[int]
@@ -167,9 +178,12 @@ def score(
   hidden_RSD, _ = module.apply(
     variables, batch.tokens_RS, batch.positions_RS, attend, method="hidden"
   )
+  hidden_RKD = jnp.take_along_axis(hidden_RSD, batch.source_RK[..., None], axis=1)
+  if module.placement is not None:
+    hidden_RKD = module.placement.rows(hidden_RKD)
   logp_RK, entropy_RK = policy_gradient.chunked_logprobs(
     lambda rows: module.apply(variables, rows, method="head"),
-    jnp.take_along_axis(hidden_RSD, batch.source_RK[..., None], axis=1),
+    hidden_RKD,
     jnp.take_along_axis(batch.tokens_RS, batch.target_RK, axis=1),
     temperature=config.temperature,
     chunk_tokens=config.chunk_tokens,

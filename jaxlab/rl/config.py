@@ -6,11 +6,14 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxlab import lora as lora_lib
 from jaxlab import noise
 from jaxlab.decode import sampling as sampling_lib
 from jaxlab.objectives import policy_gradient
 from jaxlab.optim import config as optim
+from jaxlab.parallel import mesh as meshes
 from jaxlab.rl import advantages
 
 
@@ -90,6 +93,7 @@ class RLConfig:
   remat: bool = True  # recompute blocks in the backward pass [ours: memory before time]
   save_every: int = 20  # steps between checkpoints [ours]
   meter_every: int = 0  # steps between off-policy meter readings; 0 is off [ours]
+  mesh: meshes.MeshConfig | None = None  # devices along each axis [ours: one device]
 
   def __post_init__(self):
     at_least_one = ("steps", "prompts", "max_prompt_tokens", "iterations", "minibatches",
@@ -114,8 +118,19 @@ class RLConfig:
       )
 
   def model_path(self, workdir: str | os.PathLike[str]) -> str:
-    """Where the model is; one that is made for this run is kept in `workdir/base`."""
-    return self.model if isinstance(self.model, str) else self.model(pathlib.Path(workdir) / "base")
+    """Where the model is; one that is made for this run is kept in `workdir/base`.
+
+    Raises: ValueError for one that several processes would have to make.
+    """
+    if isinstance(self.model, str):
+      return self.model
+    folder = pathlib.Path(workdir) / "base"
+    if jax.process_count() > 1 and not folder.exists():
+      raise ValueError(
+        f"RLConfig.model: a model that is made for the run needs one process; got "
+        f"{jax.process_count()} processes and no {folder}. Make it first, and give its path."
+      )
+    return self.model(folder)
 
   @property
   def updates(self) -> int:

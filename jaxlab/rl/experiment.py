@@ -1,20 +1,26 @@
 """One RL run from a loaded model to its figures: quantise, score, train, score, export, plot."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 
 from jaxlab import lm as lm_lib
-from jaxlab.decode import text
+from jaxlab import lora
 from jaxlab.eval import accuracy, generation
 from jaxlab.io import files, peft
+from jaxlab.nn import weights
+from jaxlab.parallel import mesh as meshes
+from jaxlab.parallel import rules
 from jaxlab.quant import report as quant_report
 from jaxlab.rl import base, loop, report
 from jaxlab.rl import config as rl_config
@@ -39,11 +45,12 @@ def run(
   """Runs, or resumes, a whole experiment in `workdir`; returns the figures of result.json.
 
   Held-out answers are kept in `before/` and `after/`, so that a resumed run answers none twice. The
-  trained adapters are written as a PEFT folder `adapter/`.
+  trained adapters are written as a PEFT folder `adapter/`. Of several processes, which all run the
+  same program, one writes files and has all the figures.
   """
   workdir = pathlib.Path(workdir)
   start = time.monotonic()
-  lm = base.quantized(lm, quantize)
+  lm = base.quantized(lm, quantize, config.mesh)
   sizes = _sizes(lm.params)
   logging.info(
     "quantised in %.1f s: linears %.1f MB -> %.1f MB.", time.monotonic() - start,
@@ -54,11 +61,13 @@ def run(
   scores = {}
   if data.test:
     scores["before"] = _score(trainer, trainer.lm.params, workdir / "before", "before", stop)
-  table = report.SampleTable(workdir, trainer.source.seen)
+  table = report.SampleTable(workdir, trainer.source.seen) if meshes.leads() else None
   params = trainer.run(workdir, config_text=config_text, on_round=table, stop=stop)
-  peft.save_adapter(params, config.lora, workdir / "adapter", base=lm.path)
+  _save_adapter(params, config.lora, workdir / "adapter", lm.path)
   if data.test:
     scores["after"] = _score(trainer, params, workdir / "after", "after", stop)
+  if not meshes.leads():
+    return sizes
   rows = metrics_log.read(workdir)
   report.plot_run(rows, workdir / "plots")
   return {
@@ -77,28 +86,66 @@ def replay(
   seed: int,
 ) -> dict[str, Any]:
   """Runs the update that a `flight/STEP` folder of this recipe kept; returns its metrics."""
-  trainer = loop.prepare(base.quantized(lm, quantize), data, config, seed)
-  _, metrics = flight_recorder.replay(path, trainer.train_step, trainer.frozen, trainer.optimizer)
+  trainer = loop.prepare(base.quantized(lm, quantize, config.mesh), data, config, seed)
+  _, metrics = flight_recorder.replay(
+    path, trainer.train_step, trainer.frozen, trainer.optimizer, trainer.place
+  )
   return metrics
+
+
+def _save_adapter(
+  params: PyTree, config: lora.LoRAConfig, folder: pathlib.Path, base_path: str
+) -> None:
+  """Gathers what was trained from all processes; one writes it."""
+  trained, frozen = weights.partition(params, lora.is_trainable(config))
+  params = weights.merge(jax.tree.map(jnp.asarray, meshes.to_host(trained)), frozen)
+  if meshes.leads():
+    peft.save_adapter(params, config, folder, base=base_path)
+
+
+@contextlib.contextmanager
+def _journal(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Where this process keeps an evaluation: `folder`, or a copy of it for the time being.
+
+  What is there already is not asked again, so all processes must start from the same files.
+  """
+  names = (accuracy.RESPONSES, accuracy.SCORES)
+  there = {}
+  if meshes.leads():
+    there = {name: (folder / name).read_text() for name in names if (folder / name).exists()}
+  there = meshes.from_all(there)[0]
+  if meshes.leads():
+    yield folder
+    return
+  with tempfile.TemporaryDirectory() as copy:
+    for name, lines in there.items():
+      (pathlib.Path(copy) / name).write_text(lines)
+    yield pathlib.Path(copy)
 
 
 def _score(
   trainer: loop.Trainer, params: PyTree, folder: pathlib.Path, when: str, stop: signals.Interrupt
 ) -> accuracy.Evaluation:
   """Greedy answers to the held-out items, without noise; keeps them in `folder`."""
+  trained, _ = weights.partition(params, lora.is_trainable(trainer.config.lora))
+  rows, placement = min(EVAL_ROWS, len(trainer.data.test)), trainer.lm.module.placement
+  if placement is not None:
+    shards = rules.row_shards(placement.mesh)
+    rows = -(-rows // shards) * shards
   config = dataclasses.replace(trainer.config.sampling, temperature=0.0)
   answerer = generation.Answerer(
     loop.make_sampler(trainer.lm, config),
     trainer.lm.tokenizer,
-    text.serving_params(params),
+    trainer.source.serving.params(trained),
     model=generation.fingerprint(params),
-    batch_size=min(EVAL_ROWS, len(trainer.data.test)),
+    batch_size=rows,
     system_prompt=trainer.data.system_prompt,
   )
-  found = accuracy.evaluate_items(
-    answerer, trainer.data.test, trainer.data.rewards, jax.random.key(0), folder=folder,
-    on_batch=lambda done, total: stop.raise_if_set(),
-  )  # fmt: skip
+  with _journal(folder) as kept:
+    found = accuracy.evaluate_items(
+      answerer, trainer.data.test, trainer.data.rewards, jax.random.key(0), folder=kept,
+      on_batch=lambda done, total: stop.raise_if_set(),
+    )  # fmt: skip
   logging.info("%s", accuracy.describe(found.summary["accuracy"], f"accuracy {when} training"))
   return found
 

@@ -17,7 +17,8 @@ from jaxlab import lora
 from jaxlab.decode import autoregressive, sampling, text
 from jaxlab.eval import records
 from jaxlab.nn import weights
-from jaxlab.rl import batch, rollout
+from jaxlab.parallel import rules
+from jaxlab.rl import base, batch, rollout
 from jaxlab.rl import config as rl_config
 from jaxlab.train import fit, guard, signals, state, step
 
@@ -68,6 +69,16 @@ class Trainer:
     )
     return weights.merge(final.trainable, self.frozen)
 
+  def place(self, work: tuple[state.TrainState, batch.PackedBatch, jax.Array]) -> Any:
+    """(state, batch, key) of an update, read from files, where the run has such arrays."""
+    placement = self.lm.module.placement
+    if placement is None:
+      return work
+    train_state, packed, key = work
+    like = lambda x, there: rules.place(x, there.sharding)
+    train_state = jax.tree.map(like, train_state, self.state)
+    return train_state, rules.shard_rows(packed, placement.mesh), like(key, self.key)
+
 
 def prepare(
   lm: lm_lib.LM, data: rl_config.RLData, config: rl_config.RLConfig, seed: int
@@ -75,12 +86,20 @@ def prepare(
   """Attaches adapters, splits what trains from what does not, and compiles nothing yet.
 
   Args:
-    lm: a model whose kernels may be packed; adapters must not be there yet.
-  Raises: ValueError for a model without tokenizer, or settings that do not fit each other.
+    lm: a model whose kernels may be packed; adapters must not be there yet. It is put on the mesh
+      of the config, unless it is there.
+  Raises: ValueError for a model without tokenizer, or settings that do not fit each other, the
+    model or the mesh.
   """
   _check(lm, config)
+  base.check_mesh(config, lm.module.config)
+  lm = base.on_mesh(lm, config.mesh)
   key = jax.random.key(seed)
   params = lora.attach(lm.params, config.lora, jax.random.fold_in(key, 0))
+  if (placement := lm.module.placement) is not None:
+    kv_heads = lm.module.config.num_kv_heads
+    params = rules.shard_params(params, placement.mesh, num_kv_heads=kv_heads)
+    key = rules.replicate(key, placement.mesh)
   trainable, frozen = weights.partition(params, lora.is_trainable(config.lora))
   module = lm.module.clone(remat=config.remat)
   optimizer = guard.guarded(config.optimizer.build(config.updates))
@@ -98,10 +117,12 @@ def prepare(
     config=config,
     frozen=frozen,
     reference=trainable,
-    serving=rollout.Serving(frozen),
+    serving=rollout.Serving(frozen, placement),
     key=run_key,
   )
   train_state = state.TrainState.create(trainable, optimizer)
+  if placement is not None:
+    train_state = rules.replicate(train_state, placement.mesh)  # what is not sharded: the counters
   return Trainer(
     lm=dataclasses.replace(lm, params=params),
     data=data,

@@ -6,6 +6,7 @@ same rollout, so none is ever stored. Dims: P prompts, G samples of each, T answ
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from jaxlab import noise
 from jaxlab.decode import autoregressive, text
 from jaxlab.eval import records
 from jaxlab.nn import stack, weights
+from jaxlab.parallel import mesh as meshes
+from jaxlab.parallel import rules
 from jaxlab.rl import advantages, batch, meter, rewards
 from jaxlab.rl import config as rl_config
 from jaxlab.train import fit, state
@@ -77,19 +80,26 @@ def _conversation(item: records.Item, system_prompt: str | None) -> list[dict[st
 class Serving:
   """The parameters as the sampler wants them, by the rule of `text.serving_params`.
 
-  On a CPU the frozen base is unpacked and unstacked once, openly; elsewhere the trainer's own
-  arrays serve.
+  On a CPU the frozen base is unpacked and unstacked once, openly, and put on the mesh again;
+  elsewhere the trainer's own arrays serve.
   """
 
-  def __init__(self, frozen: PyTree):
+  def __init__(self, frozen: PyTree, placement: rules.Placement | None = None):
     self.unpacked = target.current_target().platform == "cpu"
-    self._frozen = text.serving_params(frozen)
+    self._placement = placement
+    self._frozen = self._placed(text.serving_params(frozen))
 
   def params(self, trainable: dict[str, jax.Array]) -> PyTree:
     """The policy with the given adapters and norms."""
-    return weights.merge(
-      stack.unstack_paths(trainable) if self.unpacked else trainable, self._frozen
+    return self._placed(
+      weights.merge(stack.unstack_paths(trainable) if self.unpacked else trainable, self._frozen)
     )
+
+  def _placed(self, params: PyTree) -> PyTree:
+    if self._placement is None or not self.unpacked:
+      return params
+    kv_heads = self._placement.num_kv_heads
+    return rules.shard_params(params, self._placement.mesh, num_kv_heads=kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +157,10 @@ class RolloutSource:
     if self.config.aqn is None:
       return None
     noise_key = jax.random.fold_in(key, 1)
-    return autoregressive.Noise(jnp.float32(sigma), noise_key, self.config.aqn.relative)
+    sigma = jnp.float32(sigma)
+    if (placement := self.sampler.module.placement) is not None:
+      sigma = rules.replicate(sigma, placement.mesh)
+    return autoregressive.Noise(sigma, noise_key, self.config.aqn.relative)
 
   def _effective_std(self, params: PyTree, drawn: autoregressive.Noise) -> float:
     noisy = noise.perturb(params, drawn.sigma, drawn.key, relative=drawn.relative)
@@ -169,26 +182,52 @@ class RolloutSource:
       noise=drawn,
       row_ids=range(attempt * p * g, (attempt + 1) * p * g),
     )
-    answers = [self._answer(items[row // g], out, row, step) for row in range(p * g)]
+    items = [item for item in items for _ in range(g)]
+    answered = [self._response(item, out, row, step) for row, item in enumerate(items)]
+    answers = [
+      Answer(
+        item,
+        response,
+        parts,
+        rewards.weighted_sum(parts, self.data.weights),
+        out.logp_NT[row, : len(response.token_ids)],
+      )
+      for row, (item, response, parts) in enumerate(
+        zip(items, answered, self._score_answers(items, answered), strict=True)
+      )
+    ]
     return self._groups(ids, answers), out
 
-  def _answer(
+  def _response(
     self, item: records.Item, out: autoregressive.Completions, row: int, step: int
-  ) -> Answer:
+  ) -> records.Response:
     ids = out.ids(row)
     stopped = bool(out.stopped_N[row])
-    response = records.Response(
+    return records.Response(
       key=f"{item.id}#{step}.{row}",
       text=self.tokenizer.decode(ids[:-1] if stopped else ids),
       token_ids=tuple(ids),
       finish="stop" if stopped else "length",
     )
+
+  def _score_answers(
+    self, items: Sequence[records.Item], responses: Sequence[records.Response]
+  ) -> list[dict[str, float | None]]:
+    """What each reward measured. Of several processes each scores its share, and all get all: one
+    that scored again what another did could see another result (a time limit)."""
+    first, count = jax.process_index(), jax.process_count()
+    mine = [self._score_answer(*x) for x in list(zip(items, responses, strict=True))[first::count]]
+    shares = meshes.from_all(mine)
+    return [shares[row % count][row // count] for row in range(len(items))]
+
+  def _score_answer(
+    self, item: records.Item, response: records.Response
+  ) -> dict[str, float | None]:
     parts = rewards.score_all(self.data.rewards, item, response)
     if self.config.overlong_buffer:
       limit, buffer = self.config.sampling.max_new_tokens, self.config.overlong_buffer
       parts |= rewards.overlong(item, response, max_tokens=limit, buffer_tokens=buffer)
-    reward = rewards.weighted_sum(parts, self.data.weights)
-    return Answer(item, response, parts, reward, out.logp_NT[row, : len(ids)])
+    return parts
 
   def _groups(self, ids, answers: list[Answer]) -> list[Group]:
     c = self.config
@@ -241,13 +280,16 @@ class RolloutSource:
       for group in groups
       for answer, advantage in zip(group.answers, group.advantage, strict=True)
     ]
-    return batch.pack(
+    placement = self.sampler.module.placement
+    shards = 1 if placement is None else rules.row_shards(placement.mesh)
+    packed = batch.pack(
       samples,
       per_row=self.config.sequences_per_row,
       max_answer=self.config.sampling.max_new_tokens,
-      row_multiple=self.config.micro_rows or 1,
+      row_multiple=math.lcm(self.config.micro_rows or 1, shards),
       most=-(-self.config.groups // self.config.minibatches) * self.config.samples,
     )
+    return packed if placement is None else rules.shard_rows(packed, placement.mesh)
 
   def _score(self, trainable, packed: batch.PackedBatch) -> jax.Array:
     module, c = self.sampler.module, self.config

@@ -33,7 +33,7 @@ LEAVE_FREE = 0.05  # of the memory there is: compiled programs, buffers of the l
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a run does, in the sizes that cost memory; 0 leaves a part out.
+  """What a device does in a run, in the sizes that cost memory; 0 leaves a part out.
 
   dtype_bytes: of activations, cache and everything that is not packed.
   unpacked_copy: rollouts use a dense copy of the linears (a CPU; see `text.serving_params`).
@@ -48,6 +48,8 @@ class Work:
   chunk_tokens: int = 4096  # C
   unpacked_copy: bool = False
   other_bytes: int = 0  # what else lasts
+  kernel_shards: int = 1  # parts that kernels and adapters are split into (fsdp * tensor)
+  head_shards: int = 1  # parts that heads, MLP width and vocabulary are split into (tensor)
 
 
 def num_linear_weights(config: causal_lm.CausalLMConfig) -> int:
@@ -86,19 +88,24 @@ def memory_budget(
   per_rank = 2 * (c.width + heads) + 2 * (c.width + kv) + 3 * (c.width + c.mlp_width)
   rows = w.train_sequences * w.train_tokens
   layer_bytes = w.dtype_bytes * num_linear_weights(c) // c.num_layers if rows else 0
+  cache_bytes = 2 * c.num_layers * kv * w.dtype_bytes * w.rollout_sequences * w.rollout_tokens
+  if c.num_kv_heads % w.head_shards == 0:  # else every device has all KV heads
+    cache_bytes //= w.head_shards
+  block_bytes = w.dtype_bytes * rows * (8 * c.width + 6 * c.mlp_width) + layer_bytes
+  logit_bytes = 8 * c.vocab_size // w.head_shards  # of a row
   parts = {
-    "weights": weight_bytes(c, format, w.dtype_bytes),
-    "adapters": 16 * c.num_layers * w.lora_rank * per_rank,
-    "unpacked_copy": w.unpacked_copy * w.dtype_bytes * num_linear_weights(c),
+    "weights": weight_bytes(c, format, w.dtype_bytes) // w.kernel_shards,
+    "adapters": 16 * c.num_layers * w.lora_rank * per_rank // w.kernel_shards,
+    "unpacked_copy": w.unpacked_copy * w.dtype_bytes * num_linear_weights(c) // w.kernel_shards,
     "other": w.other_bytes,
-    "cache": 2 * c.num_layers * kv * w.dtype_bytes * w.rollout_sequences * w.rollout_tokens,
+    "cache": cache_bytes,
     "block_inputs": w.dtype_bytes * c.num_layers * rows * c.width,
-    "block": w.dtype_bytes * rows * (8 * c.width + 6 * c.mlp_width) + layer_bytes,
-    "logits": 8 * c.vocab_size * (min(w.chunk_tokens, rows) if rows else w.rollout_sequences),
+    "block": block_bytes // w.head_shards,
+    "logits": logit_bytes * (min(w.chunk_tokens, rows) if rows else w.rollout_sequences),
   }
   lasting = sum(parts[name] for name in ("weights", "adapters", "unpacked_copy", "other"))
   train = parts["block_inputs"] + parts["block"] + parts["logits"] if rows else 0
-  rollout = parts["cache"] + 8 * c.vocab_size * w.rollout_sequences
+  rollout = parts["cache"] + logit_bytes * w.rollout_sequences
   return parts | {"peak": lasting + max(train, rollout)}
 
 

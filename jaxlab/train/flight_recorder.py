@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,6 +82,7 @@ def replay(
   train_step: Any,
   frozen: PyTree,
   optimizer: optax.GradientTransformation,
+  place: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Runs the recorded step again.
 
@@ -92,6 +94,7 @@ def replay(
     train_step: of `step.make_train_step`, as in the run.
     frozen: the other half of the model, as in the run.
     optimizer: the one in `train_step`.
+    place: puts (state, batch, key) where the run had them, if that was a mesh.
   Returns: (state after the step, its metrics as Python numbers).
   Raises: ValueError if the crash left no parameters to start from, or `path` is no flight folder.
   """
@@ -103,5 +106,6 @@ def replay(
     )
   state = train_state.TrainState.create(arrays["trainable"], optimizer)
   state = train_state.TrainState(arrays["step"], state.trainable, state.opt_state)
-  state, metrics = train_step(state, frozen, arrays["batch"], arrays["key"])
+  state, batch, key = place((state, arrays["batch"], arrays["key"]))
+  state, metrics = train_step(state, frozen, batch, key)
   return state, {name: value.item() for name, value in jax.device_get(metrics).items()}

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 @functools.partial(
@@ -52,3 +53,27 @@ class TrainState:
     # Some optimisers keep the parameters themselves, or one zero in several places.
     opt_state = jax.tree.map(lambda x: jnp.array(x, copy=True), optimizer.init(masters))
     return cls(jnp.int32(0), masters, opt_state)
+
+
+def abstract(
+  trainable: dict[str, jax.ShapeDtypeStruct],
+  optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh | None,
+) -> TrainState:
+  """The shapes of `TrainState.create`; allocates nothing.
+
+  On a mesh they have shardings: what the optimiser keeps for a parameter lies beside it, the rest
+  is whole on every device.
+  """
+  made = jax.eval_shape(functools.partial(TrainState.create, optimizer=optimizer), trainable)
+  if mesh is None:
+    return made
+  whole = NamedSharding(mesh, PartitionSpec())
+
+  def put(path, x):
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    like = next((trainable[name] for name in names if name in trainable), None)
+    beside = like is not None and like.shape == x.shape
+    return x.update(sharding=like.sharding if beside else whole)
+
+  return jax.tree_util.tree_map_with_path(put, made)

@@ -41,6 +41,7 @@ ROOTS = {
   "generate": ("SamplingConfig",),
   "evaluate": ("AccuracyConfig", "SamplingConfig"),
   "bench": ("BenchConfig",),
+  "train": ("TrainConfig",),
 }
 CHANGES_QUANTIZE = ("rl", "quantize")
 OTHER_ROOTS = {"configs/evaluate/perplexity.gin": ("PerplexityConfig",)}

@@ -28,19 +28,23 @@ class Done(NamedTuple):
 
 
 def call(verb: str, words: list[str], capsys) -> Done:
-  """`python -m launch.VERB WORDS`, flags and the log as they were afterwards."""
+  """`python -m launch.VERB WORDS`, and what it wrote."""
+  return Done(execute(verb, words), *capsys.readouterr())
+
+
+def execute(verb: str, words: list[str]) -> int:
+  """Its exit code; flags and the log are as they were afterwards."""
   module = importlib.import_module(f"launch.{verb}")
   saved = flagsaver.save_flag_values(module.FLAGS)
   verbosity, handlers = logging.get_verbosity(), list(logging.get_absl_logger().root.handlers)
   try:
-    code = common.execute(
+    return common.execute(
       module.main, module.FLAGS, [verb, *words], getattr(module, "ARGUMENTS", "")
     )
   finally:
     flagsaver.restore_flag_values(saved, module.FLAGS)
     logging.set_verbosity(verbosity)
     logging.get_absl_logger().root.handlers[:] = handlers
-  return Done(code, *capsys.readouterr())
 
 
 def result(workdir: pathlib.Path) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def _arm(phase: str, rounds: int, delay: float) -> None:
     return lambda *args, **kwargs: _after(lambda *_: at("update"), make(*args, **kwargs))
 
   _replace(rollout.RolloutSource, "__call__", functools.partial(_after, begin))
-  _replace(rollout.RolloutSource, "_answer", functools.partial(_after, lambda *_: at("reward")))
+  reward = functools.partial(_after, lambda *_: at("reward"))
+  _replace(rollout.RolloutSource, "_score_answer", reward)
   _replace(train_steps, "make_train_step", watched)
   _replace(orbax.CheckpointStore, "save", functools.partial(_after, lambda *_: at("save")))
 

@@ -60,7 +60,11 @@ def alone():
   return update(tiny.params("nvfp4"), packed_rows(), tiny.MODULE.clone(remat=True))
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}], ids=["data_fsdp_tensor"])
+@pytest.mark.parametrize(
+  "sizes",
+  [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 4}],
+  ids=["data_fsdp_tensor", "fsdp_sequence"],
+)
 def test_an_update_on_eight_devices_is_the_one_on_one(alone, sizes):
   mesh = make_mesh(**sizes)
   params = rules.shard_params(tiny.params("nvfp4"), mesh, num_kv_heads=KV_HEADS)

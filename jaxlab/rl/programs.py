@@ -1,0 +1,210 @@
+"""The programs of an RL run with abstract arguments, and what to change where they do not fit.
+
+They are the run's own functions (`loop.prepare` builds the same objects) on shapes as large as the
+configuration allows: prompts of the full length, answers that never stop, nothing shared.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlab import lora
+from jaxlab.decode import autoregressive, sampling
+from jaxlab.decode import programs as decode
+from jaxlab.models import zoo
+from jaxlab.nn import weights
+from jaxlab.parallel import plan, rules
+from jaxlab.quant import fp4
+from jaxlab.rl import base, batch, experiment, rollout
+from jaxlab.rl import config as rl_config
+from jaxlab.train import budget, guard, state, step
+from pallas_kernels import target
+
+PyTree = Any
+Quantize = Callable[[PyTree], PyTree]
+
+
+def recipe(
+  model: Mapping[str, Any],
+  config: rl_config.RLConfig,
+  quantize: Quantize,
+  mesh: jax.sharding.Mesh,
+  *,
+  evaluates: bool = False,
+) -> plan.Recipe:
+  """What `launch.rl` compiles: rollout (prefill, decode), scoring where it is needed, update.
+
+  Args:
+    model: the model's config.json.
+    quantize: of parameters, as in the run.
+    mesh: the devices to plan for; one device has a mesh of size 1.
+    evaluates: whether held-out items are answered before and after.
+  Raises: ValueError for a model that we do not have, or a mesh that does not divide its sizes.
+  """
+  architecture = zoo.causal_lm_config(dict(model))
+  base.check_mesh(config, architecture, mesh.size)
+  dtype = jnp.float32 if budget.default_dtype_bytes() == 4 else jnp.bfloat16
+  placement = None if mesh.size == 1 else rules.Placement(mesh, architecture.num_kv_heads)
+  module = zoo.from_config(dict(model), dtype).clone(placement=placement)
+  run = _Run(config, module, mesh)
+  params = run.params(quantize)
+  trainable, frozen = weights.partition(params, lora.is_trainable(config.lora))
+  optimizer = guard.guarded(config.optimizer.build(config.updates))
+  current = state.abstract(trainable, optimizer, mesh)
+  served = run.serving(current, frozen)
+  # The adapters as attached stay, as the reference of a KL term; so does a copy for serving.
+  resident = (current, frozen, trainable, served)
+  packed = run.batch()
+  objective = batch.make_objective(module.clone(remat=config.remat), config.loss)
+  train_step = step.make_train_step(objective, optimizer, micro_batch=config.micro_rows)
+  updates = config.iterations * config.minibatches
+  programs = [
+    *run.rollout("rollout", config.sampling, config.prompts, config.samples, served),
+    plan.Program("train_step", train_step, (current, frozen, packed, run.key), runs=float(updates)),
+  ]
+  scored = config.minibatches * (updates > 1) + config.minibatches * bool(config.loss.kl_coef)
+  if scored:
+    args = (module, config.loss, current.trainable, frozen, packed)
+    kwargs = {"micro_rows": config.micro_rows}
+    programs.append(plan.Program("score", rollout.score_step, args, kwargs, float(scored)))
+  if evaluates:
+    greedy = dataclasses.replace(config.sampling, temperature=0.0)
+    rows = experiment.EVAL_ROWS
+    programs += run.rollout("evaluation", greedy, rows, 1, served, in_step=False)
+  formulas = _formulas(architecture, config, base.format_of(architecture, quantize), mesh.size)
+  return plan.Recipe(programs, resident, formulas)
+
+
+def smaller(
+  config: rl_config.RLConfig, quantize: Quantize, mesh: jax.sharding.Mesh
+) -> Iterator[tuple[dict[str, Any], rl_config.RLConfig, Quantize]]:
+  """({gin name: value}, config, quantize) of runs that need less memory.
+
+  One change at a time, the cheapest first; then all of them, which ends with 4-bit weights.
+  """
+  shards, rows = rules.row_shards(mesh), config.groups * config.samples
+  micro_rows = _halves(config.micro_rows or rows, shards)
+  prompts = [p for p in _halves(config.prompts, 1) if p * config.samples % shards == 0]
+  chunk = {"PolicyGradientConfig.chunk_tokens": 1024}
+  remat, four_bit = {"RLConfig.remat": True}, {"quantize.format": "nvfp4"}
+  micro = [{"RLConfig.micro_rows": rows} for rows in micro_rows]
+  fewer = [{"RLConfig.prompts": n} for n in prompts]
+  least = (micro[-1] if micro else {}) | chunk | remat
+  for change in (remat, chunk, *micro, *fewer, four_bit, least, *({**least, **f} for f in fewer),
+                 {**least, **(fewer[-1] if fewer else {}), **four_bit}):  # fmt: skip
+    made = _changed(config, change)
+    if made != config or change == four_bit:
+      yield change, made, fp4.quantize_params if "quantize.format" in change else quantize
+
+
+def _changed(config: rl_config.RLConfig, change: Mapping[str, Any]) -> rl_config.RLConfig:
+  own = {n.removeprefix("RLConfig."): v for n, v in change.items() if n.startswith("RLConfig.")}
+  if (chunk := change.get("PolicyGradientConfig.chunk_tokens")) is not None:
+    own["loss"] = dataclasses.replace(
+      config.loss, chunk_tokens=min(chunk, config.loss.chunk_tokens)
+    )
+  rows = own.get("prompts", config.prompts) * config.samples
+  if config.micro_rows is not None:  # of fewer answers, not more than there are
+    own.setdefault("micro_rows", min(config.micro_rows, rows))
+  return dataclasses.replace(config, **own)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """A run's sizes, and where its arrays live."""
+
+  config: rl_config.RLConfig
+  module: Any
+  mesh: jax.sharding.Mesh
+
+  @functools.cached_property
+  def key(self) -> jax.ShapeDtypeStruct:
+    shape = jax.eval_shape(lambda: jax.random.key(0))
+    return plan.place(shape, jax.sharding.PartitionSpec(), self.mesh)
+
+  def params(self, quantize: Quantize) -> PyTree:
+    """Quantised base and adapters."""
+
+    def make(key):
+      made = self.module.clone(placement=None).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+      return lora.attach(quantize(made), self.config.lora, key)
+
+    shapes = jax.eval_shape(make, self.key)
+    kv_heads = self.module.config.num_kv_heads
+    return plan.place(
+      shapes, rules.param_specs(shapes, self.mesh, num_kv_heads=kv_heads), self.mesh
+    )
+
+  def batch(self) -> batch.PackedBatch:
+    """The largest batch of an update."""
+    c = self.config
+
+    def make():
+      packed = batch.largest(
+        -(-c.groups // c.minibatches) * c.samples, per_row=c.sequences_per_row,
+        max_prompt=c.max_prompt_tokens, max_answer=c.sampling.max_new_tokens,
+        row_multiple=c.micro_rows or 1,
+      )  # fmt: skip
+      logp = packed.logp_rollout_RQT
+      several = c.iterations * c.minibatches > 1
+      return dataclasses.replace(
+        packed,
+        logp_old_RQT=logp if several else None,
+        logp_ref_RQT=logp if c.loss.kl_coef else None,
+      )
+
+    return plan.place(jax.eval_shape(make), rules.batch_spec(), self.mesh)
+
+  def rollout(
+    self, name: str, sampled: sampling.SamplingConfig, prompts: int, samples: int, params: PyTree,
+    *, in_step: bool = True,
+  ) -> list[plan.Program]:  # fmt: skip
+    """Prefill and decode of `prompts` groups; an evaluation has no noise and is in no step."""
+    noise = self.config.aqn if in_step else None
+    return decode.programs(
+      name, autoregressive.Sampler(self.module, sampled, stop_ids=(0,)), params, self.mesh,
+      prompts=prompts, samples=samples, prompt_tokens=self.config.max_prompt_tokens,
+      sigma=None if noise is None else noise.sigma_start,
+      relative=noise is not None and noise.relative, runs=float(in_step),
+    )  # fmt: skip
+
+  def serving(self, current: state.TrainState, frozen: PyTree) -> PyTree:
+    """The parameters as the sampler has them; on an accelerator they are the trainer's own."""
+    placement = self.module.placement
+    if target.current_target().platform != "cpu":
+      return weights.merge(current.trainable, frozen)
+    serve = lambda trainable, frozen: rollout.Serving(frozen, placement).params(trainable)
+    shapes = jax.eval_shape(serve, current.trainable, frozen)
+    kv_heads = self.module.config.num_kv_heads
+    return plan.place(
+      shapes, rules.param_specs(shapes, self.mesh, num_kv_heads=kv_heads), self.mesh
+    )
+
+
+def _formulas(
+  architecture, config: rl_config.RLConfig, format: str, devices: int
+) -> dict[str, int]:
+  """Bytes at the peak of update and rollout by `budget.memory_budget`."""
+  work = base.work(config, format, devices)
+  alone = lambda **none: budget.memory_budget(
+    architecture, format, dataclasses.replace(work, **none)
+  )["peak"]
+  rollout_bytes = alone(train_sequences=0)
+  return {
+    "rollout_prefill": rollout_bytes,
+    "rollout_decode": rollout_bytes,
+    "train_step": alone(rollout_sequences=0),
+  }
+
+
+def _halves(value: int, least: int) -> list[int]:
+  """value / 2, value / 4, ... as long as `least` divides them."""
+  found = []
+  while value % (2 * least) == 0:
+    value //= 2
+    found.append(value)
+  return found
