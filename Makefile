@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-parity test-slow aot-venv aot bench lint lock clean
+.PHONY: help venv demo test test-parity test-slow aot-venv aot plan-table bench lint lock clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,8 +74,8 @@ lock: $(VENV)/.base  ## renews requirements/lock.txt: newest versions, for every
 
 .venv-aot-tpu/.made: $(VENV)/.dev
 	test -x .venv-aot-tpu/bin/python || $(PYTHON) -m venv .venv-aot-tpu
-	.venv-aot-tpu/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[dev]" libtpu \
-	  "jax==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	.venv-aot-tpu/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[dev]" \
+	  "jax[tpu]==$$($(PY) -c 'import jax; print(jax.__version__)')"
 	@touch $@
 
 .venv-aot-cuda/.made: $(VENV)/.dev
@@ -86,13 +86,20 @@ lock: $(VENV)/.base  ## renews requirements/lock.txt: newest versions, for every
 
 aot-venv: .venv-aot-tpu/.made .venv-aot-cuda/.made  ## both environments
 
-# libtpu asks a metadata server for these unless they are set.
+# libtpu asks a metadata server for these unless they are set. No process can read back from JAX's
+# cache what was compiled for a device that it does not have.
+NO_CACHE := JAX_ENABLE_COMPILATION_CACHE=false
 NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v6e-4 TPU_WORKER_HOSTNAMES=localhost \
   ALLOW_MULTIPLE_LIBTPU_LOAD=1
 
 aot: aot-venv  ## compiles every kernel for v5e, v6e, 7x, then for H100, H200, B200
-	JAXLAB_AOT=tpu JAX_PLATFORMS=cpu $(NO_TPU) .venv-aot-tpu/bin/python -m pytest -m aot -rs $(PYTEST_ARGS)
-	JAXLAB_AOT=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 .venv-aot-cuda/bin/python -m pytest -m aot -rs $(PYTEST_ARGS)
+	JAXLAB_AOT=tpu JAX_PLATFORMS=cpu $(NO_CACHE) $(NO_TPU) \
+	  .venv-aot-tpu/bin/python -m pytest -m aot -rs $(PYTEST_ARGS)
+	JAXLAB_AOT=cuda JAX_PLATFORMS=cpu $(NO_CACHE) JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+	  .venv-aot-cuda/bin/python -m pytest -m aot -rs $(PYTEST_ARGS)
+
+plan-table: aot-venv  ## plans the recipes of docs/plan.md, into docs/plan_table.md
+	$(PY) -m launch.plan_table
 
 clean:  ## environments, builds and caches; results in runs/ stay
 	rm -rf .venv .venv-aot-tpu .venv-aot-cuda .cache .ruff_cache .import_linter_cache .hypothesis build dist

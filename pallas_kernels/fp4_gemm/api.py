@@ -54,7 +54,8 @@ def fp4_matmul(
     if act_scale is not None and layer is not None:
       act_scale = jax.lax.dynamic_index_in_dim(act_scale, layer, 0, keepdims=False)
     x = codec.fake_quantize(x, codec.format_of(scale), act_scale)
-  return IMPLEMENTATIONS[name](x, codes, scale, tensor_scale, layer)
+  with jax.named_scope(f"fp4_matmul:{name}"):  # read by profilers and by `launch.plan`
+    return IMPLEMENTATIONS[name](x, codes, scale, tensor_scale, layer)
 
 
 @functools.cache  # so that each choice is logged once

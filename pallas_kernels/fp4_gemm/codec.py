@@ -71,14 +71,6 @@ def unpack_halves(
   return _value(wide & 15, dtype), _value(wide >> 4, dtype)
 
 
-def unpack_planes(
-  codes: UInt8[Array, "*lead H"], dtype: jax.typing.DTypeLike
-) -> Float[Array, "*lead 2 H"]:
-  """Values of the even columns, then of the odd ones, from one reading of the codes."""
-  shift = jnp.array([0, 4], jnp.uint32).reshape((1,) * (codes.ndim - 1) + (2, 1))
-  return _value((codes.astype(jnp.uint32)[..., None, :] >> shift) & 15, dtype)
-
-
 def _halves_by_table(codes, dtype):
   # On a CPU the arithmetic below ends in a slow int32 to bfloat16 cast; the table is 1.6 times
   # faster (README).

@@ -289,7 +289,8 @@ def test_one_row_on_a_cpu_is_matrix_times_vector():
     return {v.aval.shape for v in _dot_operands(jaxpr.jaxpr)}
 
   assert left_operands("cpu") == {(8, 16)}
-  assert left_operands("v6e") == {(1, 2, 16)}  # even and odd columns in one product
+  assert left_operands("v6e") == {(1, 16)}
+  assert left_operands("h100") == {(1, 2, 16)}  # even and odd columns in one product
 
 
 def _dot_operands(jaxpr):

@@ -25,7 +25,7 @@ from tests.parallel import tiny
 # up to 4, 5e-5 of a gradient's largest entry. A sum over an axis missing or doubled: an error of 1.
 LOGITS, GRADS = 1e-4, 2e-4
 ROUNDING = 2.0**-23  # of a float32
-FSDP, SMALL = (2, 4, 1, 1), (2, 2, 2, 1)
+FSDP, SMALL, LONG = (2, 4, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)
 
 
 def mesh_of(data=1, fsdp=1, tensor=1, sequence=1):
@@ -97,11 +97,12 @@ def test_kv_heads_that_tensor_does_not_divide_stay_whole(monkeypatch):
   monkeypatch.setattr(logging, "info", lambda text, *values: said.append(text % values))
   rules._say_whole.cache_clear()
   for _ in range(2):
-    specs = rules.param_specs(tiny.params("mixed"), mesh_of(tensor=8), num_kv_heads=2)["layers"]
+    mesh = mesh_of(fsdp=2, tensor=4)
+    specs = rules.param_specs(tiny.params("mixed"), mesh, num_kv_heads=2)["layers"]
   assert specs["k"] == specs["v"] == {"kernel": P(None, "fsdp"), "bias": P()}
   assert specs["q"]["kernel"] == P(None, "fsdp", "tensor")
-  assert said == ["param_specs: k and v whole on every device of tensor=8 (2 KV heads)."]
-  unknown = rules.param_specs(tiny.params("mixed"), mesh_of(tensor=2))["layers"]
+  assert said == ["param_specs: k and v whole on every device of tensor=4 (2 KV heads)."]
+  unknown = rules.param_specs(tiny.params("mixed"), mesh_of(fsdp=2, tensor=2))["layers"]
   assert unknown["k"]["kernel"] == P(None, "fsdp") and "an unknown number" in said[1]
 
 
@@ -117,6 +118,30 @@ def test_load_places_parameters(tmp_path):
   specs = jax.tree.map(lambda x: x.sharding.spec, params)
   assert specs == rules.param_specs(params, mesh_of(*SMALL), num_kv_heads=2)
   assert specs["layers"]["k"]["kernel"] == P(None, "fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+  "shape, mesh, spec",
+  [
+    ((), SMALL, P()),
+    ((16,), SMALL, P(("data", "fsdp"))),
+    ((16, 12, 64), LONG, P("fsdp", "sequence")),  # axes of one device are left out
+    ((16, 12), LONG, P("fsdp")),  # tokens, not positions of an activation
+    ((16, 1, 64), LONG, P("fsdp")),  # a decoded token
+    ((2, 12, 64), SMALL, P("data")),
+    ((1, 12, 64), SMALL, P()),
+    ((1, 12, 64), LONG, P(None, "sequence")),
+  ],
+)
+def test_specs_of_activations(shape, mesh, spec):
+  assert rules.activation_spec(shape, mesh_of(*mesh)) == spec
+
+
+def test_specs_of_a_cache():
+  mesh = mesh_of(*SMALL)
+  assert rules.cache_spec((2, 16, 2, 40, 32), mesh) == P(None, ("data", "fsdp"), "tensor")
+  assert rules.cache_spec((16, 2, 40, 32), mesh) == P(("data", "fsdp"), "tensor")
+  assert rules.cache_spec((1, 3, 40, 32), mesh) == P()
 
 
 # --- refusals
@@ -168,8 +193,9 @@ def test_other_errors_name_what_is_wrong():
     rules.param_specs({"layers": {"router": {"kernel": dense(64)}}}, mesh_of())
   with pytest.raises(ValueError, match=r"got \('data', 'model'\), without \['fsdp'"):
     rules.param_specs({"embed": dense(64)}, jax.make_mesh((4, 2), ("data", "model")))
-  with pytest.raises(ValueError, match="multiple of data \\* fsdp = 8; got 12 rows"):
-    rules.shard_batch({"x": np.ones((12, 2))}, mesh_of(*FSDP))
+  for shard in (rules.shard_batch, rules.shard_rows):
+    with pytest.raises(ValueError, match="multiple of data \\* fsdp = 8; got 12 rows"):
+      shard({"x": np.ones((12, 2))}, mesh_of(*FSDP))
 
 
 # --- the same numbers on every mesh
@@ -209,7 +235,9 @@ def assert_same(got, want):
     np.testing.assert_allclose(got[1][path], grad, rtol=0, atol=atol, err_msg=path)
 
 
-@pytest.mark.parametrize("shape, placed", [(SMALL, True), ((1, 1, 8, 1), False)])
+@pytest.mark.parametrize(
+  "shape, placed", [(SMALL, True), (LONG, True), ((2, 1, 1, 4), True), ((1, 1, 8, 1), False)]
+)
 def test_logits_and_gradients_are_those_of_one_device(one_device, shape, placed):
   assert_same(on_mesh(tiny.params("mixed"), shape, placed), one_device)
 

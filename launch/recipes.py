@@ -1,0 +1,180 @@
+"""From a gin recipe to the programs that its verb compiles. Data files are never read.
+
+Which verb it is for is seen from what it binds: RLConfig, TrainConfig, else a model that decodes
+(generate, evaluate, quantize), which the flag --model names.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxlab.decode import autoregressive
+from jaxlab.decode import programs as decode
+from jaxlab.models import zoo
+from jaxlab.parallel import advise, plan, rules
+from jaxlab.parallel import mesh as meshes
+from jaxlab.rl import programs as rl
+from jaxlab.train import budget, pretrain
+from launch import common, model, registry
+
+Mesh = jax.sharding.Mesh
+
+
+class Choices(NamedTuple):
+  """What may be planned of a recipe.
+
+  recipe: as configured. mesh: the recipe's own, or None.
+  smaller: variants on a mesh that need less memory. searched: variants over a number of devices.
+  """
+
+  verb: str
+  recipe: Callable[[Mesh], plan.Recipe]
+  mesh: meshes.MeshConfig | None
+  smaller: Callable[[meshes.MeshConfig, Mesh], Iterator[advise.Variant]]
+  searched: Callable[[int], Iterator[advise.Variant]]
+
+
+def choices(run: common.Run) -> Choices:
+  """Reads the recipe of the command line.
+
+  Raises: ValueError for a model that is not known, or settings that do not fit each other.
+  """
+  if registry.mentions("RLConfig"):
+    return _rl(run)
+  if registry.mentions("TrainConfig"):
+    return _train(run)
+  return _decoding(run)
+
+
+# --- reinforcement learning
+
+
+def _rl(run: common.Run) -> Choices:
+  config = registry.get("RLConfig")()
+  quantize = registry.get("quantize")
+  found = pretrain.read_model_config(config.model_path(run.workdir))
+  evaluates = registry.mentions("RLData", "test")
+
+  def recipe(config, quantize, mesh):
+    resolved = dataclasses.replace(config, mesh=_sizes(mesh))
+    return rl.recipe(found, resolved, quantize, mesh, evaluates=evaluates)
+
+  def smaller(sizes, mesh):
+    for change, config_, quantize_ in rl.smaller(config, quantize, mesh):
+      yield advise.Variant(change, functools.partial(recipe, config_, quantize_), sizes)
+
+  def searched(devices):
+    heads = zoo.causal_lm_config(found).num_heads
+    for sizes in advise.mesh_shapes(devices, heads):
+      for rows in _micro_rows(config.groups * config.samples, sizes, config.micro_rows):
+        changed = dataclasses.replace(config, micro_rows=rows)
+        yield advise.Variant(
+          _mesh_change(sizes) | {"RLConfig.micro_rows": rows},
+          functools.partial(recipe, changed, quantize), sizes,
+        )  # fmt: skip
+
+  return Choices("rl", functools.partial(recipe, config, quantize), config.mesh, smaller, searched)
+
+
+# --- training
+
+
+def _train(run: common.Run) -> Choices:
+  config = registry.get("TrainConfig")()
+  found = pretrain.read_model_config(config.model_path(run.workdir))
+
+  def recipe(config, mesh):
+    function, args = pretrain.abstract_step(found, config, mesh)
+    return plan.Recipe([plan.Program("train_step", function, args)], args[:2])
+
+  def smaller(sizes, mesh):
+    if not config.remat:
+      yield _variant({"TrainConfig.remat": True}, sizes)
+    micro = config.micro_rows or config.rows
+    while micro % (2 * rules.row_shards(mesh)) == 0:
+      micro //= 2
+      yield _variant({"TrainConfig.micro_rows": micro}, sizes)
+    if sizes.fsdp * sizes.data > 1 and sizes.data > 1:
+      split = dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
+      yield _variant({}, split)
+      yield _variant({"TrainConfig.micro_rows": micro}, split)
+
+  def searched(devices):
+    heads = zoo.from_config(found, jnp.float32).config.num_heads
+    for sizes in advise.mesh_shapes(devices, heads):
+      for rows in _micro_rows(config.rows, sizes, config.micro_rows):
+        yield _variant({"TrainConfig.micro_rows": rows}, sizes)
+
+  def _variant(change: Mapping[str, Any], sizes: meshes.MeshConfig) -> advise.Variant:
+    fields = {name.removeprefix("TrainConfig."): value for name, value in change.items()}
+    changed = dataclasses.replace(config, **fields)
+    return advise.Variant(
+      {**change, **_mesh_change(sizes)}, functools.partial(recipe, changed), sizes
+    )
+
+  return Choices("train", functools.partial(recipe, config), config.mesh, smaller, searched)
+
+
+# --- a model that decodes
+
+
+def _decoding(run: common.Run) -> Choices:
+  found = pretrain.read_model_config(model.required(run.flags.model))
+  sampled = registry.get("SamplingConfig")()
+  quantize = registry.get("quantize") if registry.mentions("quantize") else lambda params: params
+  rows = registry.setting("AccuracyConfig", "batch_size")
+
+  def recipe(rows, mesh):
+    dtype = jnp.float32 if budget.default_dtype_bytes() == 4 else jnp.bfloat16
+    kv_heads = zoo.causal_lm_config(found).num_kv_heads
+    placement = None if mesh.size == 1 else rules.Placement(mesh, kv_heads)
+    plain = zoo.from_config(found, dtype)
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = jax.eval_shape(quantize, shapes)
+    params = plan.place(shapes, rules.param_specs(shapes, mesh, num_kv_heads=kv_heads), mesh)
+    sampler = autoregressive.Sampler(plain.clone(placement=placement), sampled, stop_ids=(0,))
+    programs = decode.programs(
+      "generate", sampler, params, mesh,
+      prompts=rows, samples=1, prompt_tokens=run.flags.prompt_tokens,
+    )  # fmt: skip
+    return plan.Recipe(programs, params)
+
+  def smaller(sizes, mesh):
+    fewer = rows
+    while fewer % (2 * rules.row_shards(mesh)) == 0:
+      fewer //= 2
+      yield advise.Variant(
+        {"AccuracyConfig.batch_size": fewer}, functools.partial(recipe, fewer), sizes
+      )
+
+  def searched(devices):
+    for sizes in advise.mesh_shapes(devices, zoo.causal_lm_config(found).num_heads):
+      if rows % (sizes.data * sizes.fsdp) == 0:
+        yield advise.Variant(_mesh_change(sizes), functools.partial(recipe, rows), sizes)
+
+  return Choices("generate", functools.partial(recipe, rows), None, smaller, searched)
+
+
+# --- sizes
+
+
+def _sizes(mesh: Mesh) -> meshes.MeshConfig | None:
+  return None if mesh.size == 1 else meshes.MeshConfig(**mesh.shape)
+
+
+def _mesh_change(sizes: meshes.MeshConfig) -> dict[str, int]:
+  return {
+    f"MeshConfig.{axis}": size for axis, size in dataclasses.asdict(sizes).items() if size > 1
+  }
+
+
+def _micro_rows(rows: int, sizes: meshes.MeshConfig, configured: int | None) -> Iterator[int]:
+  """Twice, once and half of what is configured, in whole rows of every device."""
+  shards = sizes.data * sizes.fsdp
+  for micro in ((configured or rows) * 2, configured or rows, (configured or rows) // 2):
+    if micro and micro % shards == 0 and rows % micro == 0:
+      yield micro

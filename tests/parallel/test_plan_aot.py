@@ -1,0 +1,98 @@
+"""What the compilers of an H100 and a v6e make of QeRL's programs: nothing large is made twice.
+
+Qwen2.5-7B, whose layers are one loop, with few and short rows. `make aot` runs it.
+"""
+
+import os
+
+import pytest
+
+from jaxlab.decode import sampling
+from jaxlab.models import presets
+from jaxlab.objectives import policy_gradient
+from jaxlab.parallel import hlo, plan, targets
+from jaxlab.parallel import mesh as meshes
+from jaxlab.quant import fp4
+from jaxlab.rl import config as rl_config
+from jaxlab.rl import programs
+from pallas_kernels import target
+
+pytestmark = pytest.mark.aot
+MODEL = presets.qwen2p5_7b()
+LAYERS, VOCAB = MODEL["num_hidden_layers"], MODEL["vocab_size"]
+KERNEL = MODEL["hidden_size"] * MODEL["intermediate_size"]  # elements of the largest of a layer
+TARGETS = {"cuda": "h100x1", "tpu": "v6e:1x1"}
+PROMPT, ANSWER, CHUNK, GROUPS, SAMPLES = 128, 384, 256, 4, 8
+MB = 2**20
+
+
+@pytest.fixture(scope="module")
+def compiled():
+  """{program: (text figures, temporaries in bytes, its shapes)} for the platform of this run."""
+  platform = os.environ.get("JAXLAB_AOT")
+  if platform not in TARGETS:
+    pytest.skip("needs JAXLAB_AOT=tpu or cuda, and its compiler")
+  chosen = targets.parse(TARGETS[platform])
+  config = rl_config.RLConfig(
+    prompts=GROUPS, samples=SAMPLES, micro_rows=4, max_prompt_tokens=PROMPT,
+    sampling=sampling.SamplingConfig(max_new_tokens=ANSWER),
+    loss=policy_gradient.PolicyGradientConfig(chunk_tokens=CHUNK),
+  )  # fmt: skip
+  mesh = meshes.make_mesh(meshes.MeshConfig(), targets.devices(chosen))
+  with target.use_target(target.Target(platform, chosen.device.kind)):
+    recipe = programs.recipe(MODEL, config, fp4.quantize_params, mesh)
+    return {p.name: _compile(p) for p in recipe.programs}
+
+
+def _compile(program: plan.Program):
+  made = program.function.trace(*program.args, **program.kwargs).lower().compile()
+  memory = made.memory_analysis()
+  return hlo.analyse(made.as_text()), memory.temp_size_in_bytes
+
+
+def elements(result: hlo.Result) -> list[int]:
+  dims = result.instruction.shape.partition("[")[2].rstrip("]")
+  return [int(n) for n in dims.split(",") if n]
+
+
+def new(analysis: hlo.Analysis, at_least: float) -> list[hlo.Result]:
+  return [r for r in analysis.results if not r.in_place and r.instruction.bytes >= at_least]
+
+
+def test_no_more_than_a_layer_is_dequantised_at_a_time(compiled):
+  for name, (analysis, temporaries) in compiled.items():
+    remat = 2 * LAYERS * 4 * (PROMPT + ANSWER) * MODEL["hidden_size"] * (name == "train_step")
+    assert temporaries - remat < 0.25 * LAYERS * 3 * KERNEL * 2, name
+    for result in analysis.results:
+      sizes = elements(result)
+      stacked = len(sizes) > 2 and sizes[0] == LAYERS and result.instruction.bytes >= KERNEL
+      assert not stacked or "u8" not in result.instruction.shape, (name, result)
+
+
+def test_decoding_copies_no_codes(compiled):
+  """Of a layer or of all: they are read where they are."""
+  analysis, _ = compiled["rollout_decode"]
+  copied = [r for r in new(analysis, MB) if r.instruction.shape.startswith("u8")]
+  assert not copied
+
+
+def test_no_logits_of_all_tokens(compiled):
+  for name, (analysis, _) in compiled.items():
+    rows = max(CHUNK, GROUPS * SAMPLES)
+    largest = max(
+      (r.instruction.bytes for r in analysis.results if VOCAB in elements(r)
+       and "embed" not in r.instruction.source), default=0,
+    )  # fmt: skip
+    table = MODEL["hidden_size"] * VOCAB * 2
+    assert largest <= max(2 * 4 * rows * VOCAB, table), name
+
+
+def test_the_cache_is_written_in_place(compiled):
+  analysis, temporaries = compiled["rollout_decode"]
+  heads, width = MODEL["num_key_value_heads"], MODEL["hidden_size"] // MODEL["num_attention_heads"]
+  rows, slots = GROUPS * SAMPLES, PROMPT + ANSWER - 1
+  half = 2 * LAYERS * rows * heads * slots * width  # keys, in bytes
+  written = [r for r in analysis.results if r.in_place and r.instruction.bytes >= half]
+  assert len(written) >= 2  # keys and values
+  assert not [r for r in new(analysis, half / 2) if slots in elements(r)]
+  assert temporaries < half
