@@ -99,7 +99,7 @@ aot: aot-venv  ## compiles every kernel for v5e, v6e, 7x, then for H100, H200, B
 	  .venv-aot-cuda/bin/python -m pytest -m aot -rs $(PYTEST_ARGS)
 
 plan-table: aot-venv  ## plans the recipes of docs/plan.md, into docs/plan_table.md
-	$(PY) -m launch.plan_table
+	$(PY) docs/make_plan_table.py
 
 clean:  ## environments, builds and caches; results in runs/ stay
 	rm -rf .venv .venv-aot-tpu .venv-aot-cuda .cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shlex
 import sys
 
@@ -143,12 +144,16 @@ def _write(run: common.Run, verb: str, made: plan.Plan, remedies, ranked) -> dic
   command = f"python -m launch.plan {shlex.join(sys.argv[1:])}"
   whole = {"verb": verb, "command": command, **plan_report.as_dict(made)}
   whole |= {"remedies": listed(remedies), "ranking": listed(ranked)}
+  whole["planner_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   common.write_atomically(run.workdir / "plan.json", json.dumps(whole, indent=2) + "\n")
   text = plan_report.markdown(made, remedies, ranked, command)
   common.write_atomically(run.workdir / "plan.md", text)
   plan_report.plot(made, run.workdir / "plots" / "memory.png")
   print(f"Wrote {run.workdir / 'plan.md'}.")
-  kept = ("target", "devices", "fits", "compiled", "peak_bytes", "device_bytes", "step_seconds")
+  kept = (
+    "target", "devices", "fits", "compiled", "peak_bytes", "device_bytes", "step_seconds",
+    "planner_bytes",
+  )  # fmt: skip
   return {name: whole[name] for name in kept} | {"remedies": whole["remedies"]}
 
 

@@ -203,7 +203,7 @@ class _Module:
       total = 0.0
       for user in inside.values():
         for at in (n for n, operand in enumerate(user.operands) if operand == name):
-          if user.opcode in ("bitcast", "reshape") and not user.is_root:
+          if not user.is_root and (user.opcode in VIEWS or _ALIAS in user.attributes):
             total += read(user.name)
           elif user.opcode in SLICES and at == 0:
             total += user.size
@@ -291,8 +291,8 @@ def _parse(name: str, rest: str, is_root: bool) -> Instruction:
     opcode=opcode[1],
     shape="" if largest is None else f"{shapes[largest][0]}[{shapes[largest][1]}]",
     # S(1) and the like in a layout is memory on the chip.
-    bytes=sum(size for size, (*_, layout) in zip(sizes, shapes, strict=True) if "S(" not in layout),
-    size=sum(sizes),
+    bytes=sum((n for n, shape in zip(sizes, shapes, strict=True) if "S(" not in shape[2]), 0.0),
+    size=sum(sizes, 0.0),
     operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
     attributes=f"{operands if opcode[1] in ('parameter', 'constant') else ''}{rest[end:]}",
     is_root=is_root,

@@ -260,7 +260,7 @@ def _plan(
   beside = device_bytes([x for key, x in resident.items() if key not in mine])
   formula = recipe.formulas.get(program.name)
   if not compiles:
-    figures |= _uncompiled(program, traced, formula)
+    figures |= _uncompiled(program, formula, beside)
   own = sum(
     figures[part] for part in ("argument_bytes", "output_bytes", "temp_bytes", "code_bytes")
   )
@@ -371,16 +371,18 @@ def _largest(results: Sequence[hlo.Result]) -> list[Buffer]:
   return list(kept.values())
 
 
-def _uncompiled(program: Program, traced: jax.stages.Traced, formula: int | None) -> dict[str, int]:
-  """Memory without a compiler: arguments by their shapes, all else by the recipe's formula."""
-  arguments = device_bytes(
-    (program.args, [x for x in program.kwargs.values() if hasattr(x, "dtype")])
-  )
+def _uncompiled(program: Program, formula: int | None, beside: int) -> dict[str, int]:
+  """Memory without a compiler: arguments by their shapes, all else by the recipe's formula.
+
+  A formula is of the whole device: what stays `beside` the program is in it.
+  """
+  leaves = jax.tree.leaves((program.args, dict(program.kwargs)))
+  arguments = device_bytes([x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)])
   return {
     "argument_bytes": arguments,
     "output_bytes": 0,
     "alias_bytes": 0,
-    "temp_bytes": max((formula or 0) - arguments, 0),
+    "temp_bytes": max((formula or 0) - arguments - beside, 0),
     "code_bytes": 0,
   }
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.aot
 MODEL = presets.qwen2p5_7b()
 LAYERS, VOCAB = MODEL["num_hidden_layers"], MODEL["vocab_size"]
 KERNEL = MODEL["hidden_size"] * MODEL["intermediate_size"]  # elements of the largest of a layer
-TARGETS = {"cuda": "h100x1", "tpu": "v6e:1x1"}
+TARGETS = {"cuda": "h100x1", "tpu": "v6e:2x2"}
 PROMPT, ANSWER, CHUNK, GROUPS, SAMPLES = 128, 384, 256, 4, 8
 MB = 2**20
 
@@ -38,7 +38,7 @@ def compiled():
     sampling=sampling.SamplingConfig(max_new_tokens=ANSWER),
     loss=policy_gradient.PolicyGradientConfig(chunk_tokens=CHUNK),
   )  # fmt: skip
-  mesh = meshes.make_mesh(meshes.MeshConfig(), targets.devices(chosen))
+  mesh = meshes.make_mesh(meshes.MeshConfig(), targets.devices(chosen)[:1])
   with target.use_target(target.Target(platform, chosen.device.kind)):
     recipe = programs.recipe(MODEL, config, fp4.quantize_params, mesh)
     return {p.name: _compile(p) for p in recipe.programs}
@@ -95,4 +95,4 @@ def test_the_cache_is_written_in_place(compiled):
   written = [r for r in analysis.results if r.in_place and r.instruction.bytes >= half]
   assert len(written) >= 2  # keys and values
   assert not [r for r in new(analysis, half / 2) if slots in elements(r)]
-  assert temporaries < half
+  assert temporaries - 3 * 2 * KERNEL < half / 2  # a layer's decoded kernels are the rest
