@@ -73,7 +73,7 @@ class Run:
       resumes: the workdir belongs to one config; False for a verb whose runs are independent.
       reads_all: a binding without effect is an error; False for a verb that reads a part of other
         verbs' recipes.
-    Raises: ValueError for a binding without effect, or for a workdir of another config.
+    Raises: ValueError for a binding without effect, or for a workdir of another config or verb.
     """
     if self._started:
       return
@@ -82,8 +82,11 @@ class Run:
     config = redaction.redact(f"# verb = {self.verb}\n# seed = {self.seed}\n")
     config += redaction.redact(registry.operative_config())
     path = self.workdir / "config.gin"
-    if resumes and path.exists():
-      refuse_other_config(path, path.read_text(encoding="utf-8"), config)
+    if path.exists():
+      both = (path.read_text(encoding="utf-8"), config)
+      if not resumes:  # its own runs may differ; the files of another verb's run it leaves alone
+        both = (text.partition("\n")[0] for text in both)
+      refuse_other_config(path, *both)
     if self.leads:
       write_atomically(path, config)
     self._started = True
@@ -217,12 +220,16 @@ def help_text(verb: str, doc: str, values: flags.FlagValues, arguments: str) -> 
 
 
 def default_workdir(verb: str, gin_files: list[str]) -> str:
-  """runs/<config name>: the last gin file's path inside configs/, without its suffix."""
+  """runs/<config name>: the last gin file's path inside configs/, without its suffix.
+
+  A plan reads another verb's recipe, whose run has that folder: it goes to runs/plan/<config name>.
+  """
   if not gin_files:
     return f"runs/{verb}"
   path = pathlib.PurePath(gin_files[-1]).with_suffix("")
   inside = path.parts[path.parts.index("configs") + 1 :] if "configs" in path.parts else ()
-  return str(pathlib.PurePath("runs", *(inside or [path.name])))
+  own = ["plan"] if verb == "plan" else []
+  return str(pathlib.PurePath("runs", *own, *(inside or [path.name])))
 
 
 # --- the workdir

@@ -19,7 +19,7 @@ import sys
 import jax
 from absl import flags, logging
 
-from jaxlab.parallel import advise, compilers, plan, plan_report, targets
+from jaxlab.parallel import advise, compilers, plan, plan_report, rules, targets
 from jaxlab.parallel import mesh as meshes
 from launch import common, model, recipes
 from pallas_kernels import target as kernels
@@ -94,15 +94,16 @@ def _sizes(
     config = own or meshes.MeshConfig(data=-1)
   else:
     pairs = [re.fullmatch(r"(\w+)=(-?\d+)", part) for part in text.split(",")]
-    if not all(pair and pair[1] in meshes.AXES for pair in pairs):
+    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if len(sizes) < len(pairs) or not set(sizes) <= set(meshes.AXES):
       raise ValueError(
         f"--mesh: must be like data=2,fsdp=4, of {', '.join(meshes.AXES)}; got {text!r}."
       )
-    config = meshes.MeshConfig(**{pair[1]: int(pair[2]) for pair in pairs})
+    config = meshes.MeshConfig(**sizes)
   return meshes.MeshConfig(*config.shape(target.count))
 
 
-def _mesh(sizes: meshes.MeshConfig, target: targets.Target, devices) -> jax.sharding.Mesh:
+def _mesh(sizes: meshes.MeshConfig, target: targets.Target, devices) -> rules.Mesh:
   if devices is not None:
     return meshes.make_mesh(sizes, devices)
   return jax.sharding.AbstractMesh(sizes.shape(target.count), meshes.AXES)

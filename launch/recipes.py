@@ -18,10 +18,11 @@ from jaxlab.models import zoo
 from jaxlab.parallel import advise, plan, rules
 from jaxlab.parallel import mesh as meshes
 from jaxlab.rl import programs as rl
+from jaxlab.rl import tiny
 from jaxlab.train import budget, pretrain
 from launch import common, model, registry
 
-Mesh = jax.sharding.Mesh
+Mesh = rules.Mesh
 
 
 class Choices(NamedTuple):
@@ -56,7 +57,7 @@ def choices(run: common.Run) -> Choices:
 def _rl(run: common.Run) -> Choices:
   config = registry.get("RLConfig")()
   quantize = registry.get("quantize")
-  found = pretrain.read_model_config(config.model_path(run.workdir))
+  found = _rl_model(config, run)
   evaluates = registry.mentions("RLData", "test")
 
   def recipe(config, quantize, mesh):
@@ -64,13 +65,17 @@ def _rl(run: common.Run) -> Choices:
     return rl.recipe(found, resolved, quantize, mesh, evaluates=evaluates)
 
   def smaller(sizes, mesh):
+    if sizes.data > 1:
+      split = dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
+      yield advise.Variant(_mesh_change(split), functools.partial(recipe, config, quantize), split)
     for change, config_, quantize_ in rl.smaller(config, quantize, mesh):
       yield advise.Variant(change, functools.partial(recipe, config_, quantize_), sizes)
 
   def searched(devices):
     heads = zoo.causal_lm_config(found).num_heads
     for sizes in advise.mesh_shapes(devices, heads):
-      for rows in _micro_rows(config.groups * config.samples, sizes, config.micro_rows):
+      packed = rl.packed_rows(config, sizes.data * sizes.fsdp)
+      for rows in _micro_rows(packed, sizes, config.micro_rows):
         changed = dataclasses.replace(config, micro_rows=rows)
         yield advise.Variant(
           _mesh_change(sizes) | {"RLConfig.micro_rows": rows},
@@ -78,6 +83,13 @@ def _rl(run: common.Run) -> Choices:
         )  # fmt: skip
 
   return Choices("rl", functools.partial(recipe, config, quantize), config.mesh, smaller, searched)
+
+
+def _rl_model(config: Any, run: common.Run) -> Mapping[str, Any]:
+  """The model's config.json; of one that the run would pre-train first, without doing so."""
+  if getattr(config.model, "func", config.model) is tiny.addition_model:
+    return tiny.CONFIG
+  return pretrain.read_model_config(config.model_path(run.workdir))
 
 
 # --- training
@@ -89,7 +101,9 @@ def _train(run: common.Run) -> Choices:
 
   def recipe(config, mesh):
     function, args = pretrain.abstract_step(found, config, mesh)
-    return plan.Recipe([plan.Program("train_step", function, args)], args[:2])
+    formula = None if config.lora else pretrain.formula_bytes(found, config, mesh)
+    formulas = {"train_step": formula} if formula else {}
+    return plan.Recipe([plan.Program("train_step", function, args)], args[:2], formulas)
 
   def smaller(sizes, mesh):
     if not config.remat:
@@ -98,7 +112,7 @@ def _train(run: common.Run) -> Choices:
     while micro % (2 * rules.row_shards(mesh)) == 0:
       micro //= 2
       yield _variant({"TrainConfig.micro_rows": micro}, sizes)
-    if sizes.fsdp * sizes.data > 1 and sizes.data > 1:
+    if sizes.data > 1:
       split = dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
       yield _variant({}, split)
       yield _variant({"TrainConfig.micro_rows": micro}, split)
@@ -141,7 +155,14 @@ def _decoding(run: common.Run) -> Choices:
       "generate", sampler, params, mesh,
       prompts=rows, samples=1, prompt_tokens=run.flags.prompt_tokens,
     )  # fmt: skip
-    return plan.Recipe(programs, params)
+    parts = budget.memory_budget(zoo.causal_lm_config(found), work=budget.Work(
+      dtype_bytes=jnp.dtype(dtype).itemsize,
+      rollout_sequences=-(-rows // rules.row_shards(mesh)),
+      rollout_tokens=run.flags.prompt_tokens + sampled.max_new_tokens,
+      head_shards=mesh.shape["tensor"],
+    ))  # fmt: skip
+    peak = plan.device_bytes(params) + parts["peak"] - parts["weights"]
+    return plan.Recipe(programs, params, {program.name: peak for program in programs})
 
   def smaller(sizes, mesh):
     fewer = rows

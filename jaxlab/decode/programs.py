@@ -17,7 +17,7 @@ def programs(
   name: str,
   sampler: autoregressive.Sampler,
   params: PyTree,
-  mesh: jax.sharding.Mesh,
+  mesh: rules.Mesh,
   *,
   prompts: int,
   samples: int,
@@ -26,7 +26,7 @@ def programs(
   relative: bool = False,
   runs: float = 1.0,
 ) -> list[plan.Program]:
-  """`NAME_prefill`, and `NAME_decode`: one token, as its loop over tokens counts once.
+  """`NAME_prefill`, and `NAME_decode`: all further tokens of answers that never stop.
 
   Args:
     params: shapes with shardings on `mesh`, as the sampler gets them.
@@ -53,11 +53,11 @@ def programs(
     return place(x, spec(x.shape, mesh))
 
   decoded = (sampler, params, jax.tree.map(keep, live), key, noise)
-  tokens = sampler.config.max_new_tokens - 1  # the first one comes from the prefill
+  tokens = float(sampler.config.max_new_tokens - 1)  # the first one comes from the prefill
   return [
     plan.Program(f"{name}_prefill", autoregressive.prefill, (sampler, *asked), kwargs, runs),
     plan.Program(
       f"{name}_decode", autoregressive.decode, decoded, {"steps": whole(), "uniform": False},
-      runs * tokens,
+      runs, tokens,
     ),
   ]  # fmt: skip

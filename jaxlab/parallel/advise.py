@@ -5,11 +5,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from absl import logging
 
 from jaxlab.parallel import mesh as meshes
-from jaxlab.parallel import plan
+from jaxlab.parallel import plan, rules
 
 HOPELESS = 1.25  # times the limit by formula: not worth a compilation
 REMEDIES = 3  # different ones that are looked for
@@ -26,7 +25,7 @@ class Variant:
   """
 
   changes: Mapping[str, Any]
-  build: Callable[[jax.sharding.Mesh], plan.Recipe]
+  build: Callable[[rules.Mesh], plan.Recipe]
   mesh: meshes.MeshConfig
 
 
@@ -73,7 +72,10 @@ def search(
   budget: int,
   on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Found]:
-  """The variants that fit, the quickest by roofline time first, among the first `budget`."""
+  """The variants that fit, the quickest by roofline time first, among the first `budget`.
+
+  Those whose traffic is unknown come last: their time leaves out memory and network.
+  """
   found, compiled = [], 0
   for variant in variants:
     if compiled == budget:
@@ -83,7 +85,8 @@ def search(
     compiled += 1
     on_done(compiled, min(budget, len(variants)))
     found.append(Found(variant, made))
-  return sorted((f for f in found if f.plan.fits), key=lambda f: f.plan.step_seconds)
+  rank = lambda f: (bool(f.plan.unknown_traffic), f.plan.step_seconds)
+  return sorted((f for f in found if f.plan.fits), key=rank)
 
 
 def mesh_shapes(devices: int, heads: int) -> Iterator[meshes.MeshConfig]:
@@ -103,9 +106,10 @@ def mesh_shapes(devices: int, heads: int) -> Iterator[meshes.MeshConfig]:
 
 
 def hopeless(recipe: plan.Recipe, device_bytes: int) -> bool:
-  """Whether the formulas alone say that a recipe does not fit."""
+  """Whether a recipe cannot fit, by its formulas or by what stays on a device all the time."""
+  limit = plan.FITS * device_bytes
   peak = max(recipe.formulas.values(), default=0)
-  return peak > HOPELESS * plan.FITS * device_bytes
+  return plan.resident_bytes(recipe) > limit or peak > HOPELESS * limit
 
 
 def describe(changes: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ALIAS = "output_to_operand_aliasing={{}: (0, {})}"  # a TPU's copy that only changes the layout
+ASYNC = '"async_collective_fusion_config"'  # of a collective that goes on beside other work
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
@@ -87,7 +88,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-  """Of one run of the program, on one device. A loop without a known number of trips counts once.
+  """Of one run of the program, on one device.
 
   bytes: read from and written to device memory.
   collectives: {kind: bytes that a device sends}, for rings.
@@ -102,12 +103,15 @@ class Analysis:
 Computation = Mapping[str, Instruction]
 
 
-def analyse(text: str) -> Analysis:
-  """Reads the text of an optimised module (`compiled.as_text()`)."""
+def analyse(text: str, trips: float = 1.0) -> Analysis:
+  """Reads the text of an optimised module (`compiled.as_text()`).
+
+  trips: of loops whose number of trips the compiler does not know, outside of each other.
+  """
   module = _Module(text)
   traffic, sent = 0.0, collections.Counter()
   results = []
-  for instruction, inside, times in module.executed(module.entry, 1.0):
+  for instruction, inside, times in module.executed(module.entry, 1.0, trips):
     traffic += times * module.traffic(instruction, inside)
     for kind, size in module.collectives(instruction, inside):
       sent[kind] += times * size
@@ -132,15 +136,21 @@ class _Module:
       elif current is not None and (found := _LINE.match(line)):
         current[found[2]] = _parse(found[2], found[3], bool(found[1]))
 
-  def executed(self, name: str, times: float) -> Iterator[tuple[Instruction, Computation, float]]:
+  def executed(
+    self, name: str, times: float, trips: float = 1.0
+  ) -> Iterator[tuple[Instruction, Computation, float]]:
     """(instruction, its computation, how often it runs), of everything outside of fusions."""
     inside = self.computations[name]
     for instruction in inside.values():
       yield instruction, inside, times
-      for called, trips in self._called(instruction):
-        yield from self.executed(called, times * trips)
+      for called, known in self._called(instruction):
+        if known is None:
+          yield from self.executed(called, times * trips)
+        else:
+          yield from self.executed(called, times * known, trips)
 
-  def _called(self, instruction: Instruction) -> Iterator[tuple[str, float]]:
+  def _called(self, instruction: Instruction) -> Iterator[tuple[str, float | None]]:
+    """(a computation that it runs, how often; None where that is not known)."""
     if instruction.opcode == "while":
       yield _CALLED.search(instruction.attributes)[1], self._trips(instruction)
     elif instruction.opcode == "conditional":  # the branch that costs the most
@@ -153,9 +163,9 @@ class _Module:
         yield called[1], 1.0
 
   def _bytes_of(self, name: str) -> float:
-    return sum(t * self.traffic(i, inside) for i, inside, t in self.executed(name, 1.0))
+    return sum((t * self.traffic(i, inside) for i, inside, t in self.executed(name, 1.0)), 0.0)
 
-  def _trips(self, loop: Instruction) -> float:
+  def _trips(self, loop: Instruction) -> float | None:
     """As the compiler says; on a TPU it does not, but a scan's condition is `index < length`."""
     if known := _TRIPS.search(loop.attributes):
       return float(known[1])
@@ -166,10 +176,10 @@ class _Module:
       names = {i.name: test.operands[_index(i)] for i in inside.values() if i.opcode == "parameter"}
       condition, test = condition | inside, _root(inside)
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
-      return 1.0
+      return None
     limit = condition[names.get(test.operands[1], test.operands[1])]
     whole = limit.opcode == "constant" and re.match(r"\d+(?=,|$)", limit.attributes)
-    return float(whole[0]) if whole else 1.0
+    return float(whole[0]) if whole else None
 
   def traffic(self, instruction: Instruction, inside: Computation) -> float:
     """Bytes that one run of the instruction reads and writes."""
@@ -186,14 +196,15 @@ class _Module:
     if opcode in UPDATES:
       update = read[UPDATES[opcode]]
       return update.bytes + (update.size if instruction.bytes else 0.0)
-    return instruction.bytes + sum(operand.bytes for operand in read)
+    return sum((operand.bytes for operand in read), instruction.bytes)
 
   def _fused(self, fusion: Instruction, inside: Computation, read: list[Instruction]) -> float:
-    reads = sum(self._read(fusion, n, operand.bytes) for n, operand in enumerate(read))
-    return reads + sum(
+    reads = (self._read(fusion, n, operand.bytes) for n, operand in enumerate(read))
+    writes = (
       result.bytes if update is None else update.size
       for result, update in self.written(fusion, inside)
     )
+    return sum(writes, sum(reads, 0.0))
 
   def _read(self, fusion: Instruction, position: int, whole: float) -> float:
     """Of an operand in device memory: the slices that a fusion takes of it, or all."""
@@ -207,8 +218,8 @@ class _Module:
             total += read(user.name)
           elif user.opcode in SLICES and at == 0:
             total += user.size
-          elif user.opcode in UPDATES and at == 0:
-            continue  # overwritten, not read
+          elif user.opcode == "tuple" or user.opcode in UPDATES and at == 0:
+            continue  # handed on, or overwritten: not read
           elif user.opcode == "fusion":
             total += self._read(user, at, whole)
           else:
@@ -216,7 +227,7 @@ class _Module:
       return total
 
     numbered = (i for i in inside.values() if i.opcode == "parameter" and _index(i) == position)
-    return min(sum(read(parameter.name) for parameter in numbered), whole)
+    return min(sum((read(parameter.name) for parameter in numbered), 0.0), whole)
 
   def written(
     self, instruction: Instruction, inside: Computation
@@ -231,7 +242,9 @@ class _Module:
     root = _root(inside)
     if root.opcode != "tuple":
       return [(instruction, self._update(root, inside))]
-    results = [(inside[name], self._update(inside[name], inside)) for name in root.operands]
+    made = [inside[name] for name in root.operands]
+    made = [x for x in made if x.opcode != "parameter" and not _began_before(x, inside)]
+    results = [(result, self._update(result, inside)) for result in made]
     like = lambda x: dataclasses.replace(instruction, shape=x.shape, bytes=x.bytes, size=x.size)
     return [(like(result), update) for result, update in results if result.bytes]
 
@@ -256,9 +269,19 @@ class _Module:
       found = inside.values()
     for one in found:
       kind = one.opcode.removesuffix("-start")
-      if kind in COLLECTIVES:
-        size = sum(inside[name].size for name in one.operands)
+      if kind in COLLECTIVES and not _began_before(one, inside):
+        if instruction.opcode == "fusion" and kind == "all-reduce":
+          # A TPU's reduce-scatter is a fusion of a sum with the slice that the device keeps.
+          sliced = any(other.opcode == "dynamic-slice" for other in found)
+          kind = "reduce-scatter" if sliced else kind
+        size = sum((inside[name].size for name in one.operands), 0.0)
         yield kind, _sent(kind, size, _group(one.attributes, self.devices))
+
+
+def _began_before(collective: Instruction, inside: Computation) -> bool:
+  """Whether a fusion only continues a collective: a TPU spreads one over the fusions beside it."""
+  starts = any("AsyncCollectiveStart" in other.attributes for other in inside.values())
+  return ASYNC in collective.attributes and not starts
 
 
 def _root(inside: Computation) -> Instruction:

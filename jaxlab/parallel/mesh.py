@@ -78,8 +78,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
   kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
   slices = len({getattr(device, "slice_index", 0) for device in devices})
   if slices == 1:
-    return jax.make_mesh(shape, AXES, kinds, devices=devices)
-  return jax.sharding.Mesh(lay_slices(shape, slices, devices), AXES, axis_types=kinds)
+    # Axes of a TPU's torus may be split: "data 2, fsdp 64, tensor 4" on 8x8x8.
+    laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  else:
+    laid = lay_slices(shape, slices, devices)
+  return jax.sharding.Mesh(laid, AXES, axis_types=kinds)
 
 
 def lay_slices(shape: tuple[int, ...], slices: int, devices: Sequence[Any]) -> np.ndarray:
@@ -96,7 +99,9 @@ def lay_slices(shape: tuple[int, ...], slices: int, devices: Sequence[Any]) -> n
       f"fsdp={shape[1]} and {slices} slices. Only data and fsdp may reach across them."
     )
   within = tuple(size // count for size, count in zip(shape, across))
-  return mesh_utils.create_hybrid_device_mesh(within, across, devices)
+  return mesh_utils.create_hybrid_device_mesh(
+    within, across, devices, allow_split_physical_axes=True
+  )
 
 
 def initialize_processes(environment: Mapping[str, str] = os.environ) -> bool:

@@ -29,14 +29,14 @@ import jax
 import jax.extend
 from absl import logging
 
-from jaxlab.parallel import hlo, targets
+from jaxlab.parallel import hlo, rules, targets
 from pallas_kernels import target as running
 
 PyTree = Any
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the runtime's and other programs'
 BUFFERS = 8  # of the largest are listed
 MATRIX_OPS = ("dot_general", "conv_general_dilated")
-VERSION = 1  # of the cached figures: raised when they would come out otherwise
+VERSION = 2  # of the cached figures: raised when they would come out otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Program:
 
   args: shapes with shardings (of `Recipe.resident` where they are the same arrays).
   runs: times in a step of the recipe.
+  trips: of its loop whose end the data decide (a sampler's), at most.
   """
 
   name: str
@@ -52,6 +53,7 @@ class Program:
   args: tuple
   kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   runs: float = 1.0
+  trips: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class ProgramPlan:
 
   @property
   def seconds(self) -> float:
-    """The roofline time: no run on this device can be quicker."""
+    """The roofline time: a run is not quicker, but for what a cache on the chip keeps."""
     return max(self.compute_seconds, self.memory_seconds, self.network_seconds)
 
   @property
@@ -153,11 +155,16 @@ class Plan:
     """The roofline time of a step of the recipe."""
     return sum(program.seconds * program.runs for program in self.programs)
 
+  @property
+  def unknown_traffic(self) -> list[str]:
+    """Programs of a step whose time is that of their arithmetic alone."""
+    return [p.name for p in self.programs if p.runs and p.traffic_bytes is None]
+
 
 def make(
   recipe: Recipe,
   target: targets.Target,
-  mesh: jax.sharding.Mesh,
+  mesh: rules.Mesh,
   *,
   compiles: bool,
   cache: pathlib.Path | None = None,
@@ -181,6 +188,11 @@ def make(
   return Plan(target, dict(mesh.shape), programs)
 
 
+def resident_bytes(recipe: Recipe) -> int:
+  """Bytes that stay on a device all the time; an array that stands there twice counts once."""
+  return device_bytes(list({id(x): x for x in jax.tree.leaves(recipe.resident)}.values()))
+
+
 def device_bytes(tree: PyTree) -> int:
   """Bytes that one device holds of arrays or of shapes with shardings."""
 
@@ -194,7 +206,7 @@ def device_bytes(tree: PyTree) -> int:
   return sum(map(local, jax.tree.leaves(tree)))
 
 
-def place(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+def place(tree: PyTree, specs: PyTree, mesh: rules.Mesh) -> PyTree:
   """Shapes with shardings: `specs` has the structure of `tree`, or is one spec for all."""
   if isinstance(specs, jax.sharding.PartitionSpec):
     sharding = jax.sharding.NamedSharding(mesh, specs)
@@ -204,20 +216,25 @@ def place(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
   )
 
 
-def flops(jaxpr: jax.extend.core.Jaxpr) -> dict[str, float]:
+def flops(jaxpr: jax.extend.core.Jaxpr, trips: float = 1.0) -> dict[str, float]:
   """{dtype of the operands: multiplications and additions of matrix products}, over all devices.
 
-  Loops of known length count by it, others once; of branches the largest counts.
+  Loops of known length count by it, others by `trips`, but once within each other; of branches the
+  largest counts.
   """
   total = collections.Counter()
   for eqn in jaxpr.eqns:
     if eqn.primitive.name in MATRIX_OPS:
       total[str(eqn.invars[0].aval.dtype)] += _matrix_flops(eqn)
       continue
-    inner = [flops(sub) for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
+    times, within = 1.0, trips
+    if eqn.primitive.name == "scan":
+      times = eqn.params["length"]
+    elif eqn.primitive.name == "while":
+      times, within = trips, 1.0
+    inner = [flops(sub, within) for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
     if eqn.primitive.name == "cond":
       inner = [max(inner, key=lambda found: sum(found.values()))]
-    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     for found in inner:
       for dtype, n in found.items():
         total[dtype] += n * times
@@ -265,7 +282,7 @@ def _plan(
     figures[part] for part in ("argument_bytes", "output_bytes", "temp_bytes", "code_bytes")
   )
   peak = max(own - figures["alias_bytes"], figures.pop("used_bytes", 0)) + beside
-  work = {dtype: n / target.count for dtype, n in flops(traced.jaxpr.jaxpr).items()}
+  work = {dtype: n / target.count for dtype, n in flops(traced.jaxpr.jaxpr, program.trips).items()}
   device, sent = target.device, figures["collective_bytes"]
   return ProgramPlan(
     name=program.name,
@@ -275,9 +292,9 @@ def _plan(
     peak_bytes=peak,
     formula_bytes=formula,
     flops=work,
-    compute_seconds=sum(n / device.flops[_unit(dtype, device)] for dtype, n in work.items()),
+    compute_seconds=sum((n / device.flops[_unit(dtype, device)] for dtype, n in work.items()), 0.0),
     memory_seconds=(figures["traffic_bytes"] or 0.0) / device.hbm,
-    network_seconds=sum((sent or {}).values()) / device.network if device.network else 0.0,
+    network_seconds=sum((sent or {}).values(), 0.0) / device.network if device.network else 0.0,
     implementations=implementations(traced.jaxpr.jaxpr),
     trace_seconds=middle - start,
     compile_seconds=time.monotonic() - middle,
@@ -288,7 +305,8 @@ def _plan(
 
 def _unit(dtype: str, device: targets.Device) -> str:
   """The unit of a device that multiplies such operands."""
-  wanted = "f32" if dtype in ("float32", "float64") else "f8" if "float8" in dtype else "bf16"
+  kinds = {"float32": "f32", "float64": "f32", "float8": "f8", "float4": "f4"}
+  wanted = next((unit for name, unit in kinds.items() if dtype.startswith(name)), "bf16")
   return wanted if wanted in device.flops else "bf16"
 
 
@@ -298,13 +316,14 @@ def _figures(program, lowered, target, compiles, cache) -> tuple[dict[str, Any],
     return {"traffic_bytes": None, "collective_bytes": None, "buffers": ()}, False
   path = None
   if cache is not None:
-    about = f"{VERSION} {target.text} {_versions()} {lowered.as_text()}"
+    about = f"{VERSION} {target.text} {_versions()} {_options()}{program.trips:g} "
+    about += lowered.as_text()
     path = cache / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
     if path.exists():
       found = json.loads(path.read_text())
       return found | {"buffers": [Buffer(**b) for b in found["buffers"]]}, True
   logging.info("compiling %s ...", program.name)
-  found = _compile(lowered)
+  found = _compile(lowered, program.trips)
   if path is not None:
     cache.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
@@ -315,7 +334,7 @@ def _figures(program, lowered, target, compiles, cache) -> tuple[dict[str, Any],
   return found, False
 
 
-def _compile(lowered: jax.stages.Lowered) -> dict[str, Any]:
+def _compile(lowered: jax.stages.Lowered, trips: float) -> dict[str, Any]:
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
@@ -338,18 +357,18 @@ def _compile(lowered: jax.stages.Lowered) -> dict[str, Any]:
     "alias_bytes": memory.alias_size_in_bytes,
     "temp_bytes": memory.temp_size_in_bytes,
     "code_bytes": memory.generated_code_size_in_bytes,
-    **_text_figures(compiled),
+    **_text_figures(compiled, trips),
   }
 
 
-def _text_figures(compiled: jax.stages.Compiled) -> dict[str, Any]:
+def _text_figures(compiled: jax.stages.Compiled, trips: float) -> dict[str, Any]:
   try:
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError as error:
     # libtpu writes asynchronous updates that jaxlib 0.10 cannot read back.
     logging.warning("The compiled program cannot be read: %s", str(error).splitlines()[0][:150])
     return {"traffic_bytes": None, "collective_bytes": None, "buffers": ()}
-  found = hlo.analyse(text)
+  found = hlo.analyse(text, trips)
   return {
     "traffic_bytes": found.bytes,
     "collective_bytes": found.collectives,
@@ -387,10 +406,16 @@ def _uncompiled(program: Program, formula: int | None, beside: int) -> dict[str,
   }
 
 
+def _options() -> str:
+  """Of the compilers, as the environment sets them."""
+  names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+  return "".join(f"{name}={os.environ[name]} " for name in names if os.environ.get(name))
+
+
 @functools.cache
 def _versions() -> str:
   """Of the packages that decide what is compiled."""
-  names = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+  names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
   return " ".join(
     f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name in names
   )

@@ -30,14 +30,17 @@ def as_dict(made: plan.Plan) -> dict[str, Any]:
 def summary(made: plan.Plan) -> str:
   """Two lines for a terminal."""
   worst = max(made.programs, key=lambda p: p.peak_bytes)
-  how = "" if worst.compiled else " (by formula: no compiler here)"
+  how = "by formula" if worst.formula_bytes else "arguments alone"
+  how = "" if worst.compiled else f" ({how}: no compiler here)"
   verdict = "fits" if made.fits else "does not fit"
   devices = f"{made.target.count} x {made.target.device.kind}"
   memory = f"Peak {_gb(made.peak_bytes)} of {_gb(made.device_bytes)} a device in {worst.name}{how}."
+  unknown = made.unknown_traffic
   times = [f"{p.name} {_seconds(p.seconds * p.runs)} ({p.bound})" for p in made.programs if p.runs]
   return (
     f"{made.target.text}: {devices}, mesh {_mesh(made.mesh)}: {verdict}. {memory}\n"
     f"A step takes at least {_seconds(made.step_seconds)}: {', '.join(times)}."
+    + (f" Memory traffic unknown: {', '.join(unknown)}." if unknown else "")
   )
 
 
@@ -65,7 +68,8 @@ def markdown(
        "bound", "implementations"),
       [
         (p.name, f"{p.runs:g}", f"{sum(p.flops.values()) / 1e12:.3g}", _maybe_gb(p.traffic_bytes),
-         _sent(p), *map(_seconds, (p.compute_seconds, p.memory_seconds, p.network_seconds)),
+         _sent(p), _seconds(p.compute_seconds), _unless_none(p.traffic_bytes, p.memory_seconds),
+         _unless_none(p.collective_bytes, p.network_seconds),
          p.bound, ", ".join(f"{k}: {v}" for k, v in p.implementations.items()))
         for p in made.programs
       ],
@@ -143,11 +147,15 @@ def _sent(program: plan.ProgramPlan) -> str:
   return ", ".join(f"{k} {_gb(v)}" for k, v in program.collective_bytes.items()) or "nothing"
 
 
+def _unless_none(known: object, seconds: float) -> str:
+  return "unknown" if known is None else _seconds(seconds)
+
+
 def _maybe_gb(size: float | None) -> str:
   return "unknown" if size is None else _gb(size)
 
 
-def _gb(size: float) -> str:
+def _gb(size: int | float) -> str:
   return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 

@@ -198,7 +198,7 @@ class Placement:
   kernels travel packed (one layer at a time, and again in a rematerialised backward pass).
   """
 
-  mesh: jax.sharding.Mesh
+  mesh: Mesh
   num_kv_heads: int | None = None
 
   def rows(self, x: Any) -> Any:

@@ -6,6 +6,7 @@ configuration allows: prompts of the full length, answers that never stop, nothi
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def recipe(
   model: Mapping[str, Any],
   config: rl_config.RLConfig,
   quantize: Quantize,
-  mesh: jax.sharding.Mesh,
+  mesh: rules.Mesh,
   *,
   evaluates: bool = False,
 ) -> plan.Recipe:
@@ -73,32 +74,57 @@ def recipe(
     programs.append(plan.Program("score", rollout.score_step, args, kwargs, float(scored)))
   if evaluates:
     greedy = dataclasses.replace(config.sampling, temperature=0.0)
-    rows = experiment.EVAL_ROWS
+    shards = rules.row_shards(mesh)
+    rows = -(-experiment.EVAL_ROWS // shards) * shards  # as `experiment` does
     programs += run.rollout("evaluation", greedy, rows, 1, served, in_step=False)
   formulas = _formulas(architecture, config, base.format_of(architecture, quantize), mesh.size)
   return plan.Recipe(programs, resident, formulas)
 
 
 def smaller(
-  config: rl_config.RLConfig, quantize: Quantize, mesh: jax.sharding.Mesh
+  config: rl_config.RLConfig, quantize: Quantize, mesh: rules.Mesh
 ) -> Iterator[tuple[dict[str, Any], rl_config.RLConfig, Quantize]]:
   """({gin name: value}, config, quantize) of runs that need less memory.
 
   One change at a time, the cheapest first; then all of them, which ends with 4-bit weights.
   """
-  shards, rows = rules.row_shards(mesh), config.groups * config.samples
-  micro_rows = _halves(config.micro_rows or rows, shards)
+  shards = rules.row_shards(mesh)
+  micro_rows = _halves(config.micro_rows or packed_rows(config, shards), shards)
   prompts = [p for p in _halves(config.prompts, 1) if p * config.samples % shards == 0]
   chunk = {"PolicyGradientConfig.chunk_tokens": 1024}
   remat, four_bit = {"RLConfig.remat": True}, {"quantize.format": "nvfp4"}
   micro = [{"RLConfig.micro_rows": rows} for rows in micro_rows]
-  fewer = [{"RLConfig.prompts": n} for n in prompts]
+  fewer = [_fewer(config, n, shards) for n in prompts]
   least = (micro[-1] if micro else {}) | chunk | remat
-  for change in (remat, chunk, *micro, *fewer, four_bit, least, *({**least, **f} for f in fewer),
-                 {**least, **(fewer[-1] if fewer else {}), **four_bit}):  # fmt: skip
-    made = _changed(config, change)
-    if made != config or change == four_bit:
-      yield change, made, fp4.quantize_params if "quantize.format" in change else quantize
+  for change in (remat, chunk, *micro, *fewer, four_bit, least, *({**f, **least} for f in fewer),
+                 {**(fewer[-1] if fewer else {}), **least, **four_bit}):  # fmt: skip
+    packs = "quantize.format" in change
+    if packs and _packed(quantize):
+      continue
+    if (made := _changed(config, change)) != config or packs:
+      yield change, made, fp4.quantize_params if packs else quantize
+
+
+def _packed(quantize: Quantize) -> bool:
+  """Whether kernels have 4 bits already."""
+  kernel = jax.ShapeDtypeStruct((1, 128, 128), jnp.float32)
+  shapes = {"layers": {name: {"kernel": kernel} for name in lora.TARGETS}}
+  found = jax.eval_shape(quantize, shapes)
+  return any(map(weights.is_packed, jax.tree.leaves(found, is_leaf=weights.is_packed)))
+
+
+def packed_rows(config: rl_config.RLConfig, shards: int = 1) -> int:
+  """Rows of the largest batch of an update, as packed for so many parts."""
+  answers = -(-config.groups // config.minibatches) * config.samples
+  rows = -(-answers // config.sequences_per_row)
+  return -(-rows // shards) * shards
+
+
+def _fewer(config: rl_config.RLConfig, prompts: int, shards: int) -> dict[str, int]:
+  """Fewer prompts; micro-batches no larger than their answers, or they would be filled up."""
+  rows = packed_rows(dataclasses.replace(config, prompts=prompts), shards)
+  micro = {"RLConfig.micro_rows": rows} if (config.micro_rows or 0) > rows else {}
+  return {"RLConfig.prompts": prompts} | micro
 
 
 def _changed(config: rl_config.RLConfig, change: Mapping[str, Any]) -> rl_config.RLConfig:
@@ -107,9 +133,6 @@ def _changed(config: rl_config.RLConfig, change: Mapping[str, Any]) -> rl_config
     own["loss"] = dataclasses.replace(
       config.loss, chunk_tokens=min(chunk, config.loss.chunk_tokens)
     )
-  rows = own.get("prompts", config.prompts) * config.samples
-  if config.micro_rows is not None:  # of fewer answers, not more than there are
-    own.setdefault("micro_rows", min(config.micro_rows, rows))
   return dataclasses.replace(config, **own)
 
 
@@ -119,7 +142,7 @@ class _Run:
 
   config: rl_config.RLConfig
   module: Any
-  mesh: jax.sharding.Mesh
+  mesh: rules.Mesh
 
   @functools.cached_property
   def key(self) -> jax.ShapeDtypeStruct:
@@ -147,7 +170,7 @@ class _Run:
       packed = batch.largest(
         -(-c.groups // c.minibatches) * c.samples, per_row=c.sequences_per_row,
         max_prompt=c.max_prompt_tokens, max_answer=c.sampling.max_new_tokens,
-        row_multiple=c.micro_rows or 1,
+        row_multiple=math.lcm(c.micro_rows or 1, rules.row_shards(self.mesh)),
       )  # fmt: skip
       logp = packed.logp_rollout_RQT
       several = c.iterations * c.minibatches > 1
@@ -188,17 +211,20 @@ class _Run:
 def _formulas(
   architecture, config: rl_config.RLConfig, format: str, devices: int
 ) -> dict[str, int]:
-  """Bytes at the peak of update and rollout by `budget.memory_budget`."""
+  """Bytes at the peak of every program by `budget.memory_budget`."""
   work = base.work(config, format, devices)
-  alone = lambda **none: budget.memory_budget(
-    architecture, format, dataclasses.replace(work, **none)
+  alone = lambda **sizes: budget.memory_budget(
+    architecture, format, dataclasses.replace(work, **sizes)
   )["peak"]
-  rollout_bytes = alone(train_sequences=0)
+  rollout_bytes, update = alone(train_sequences=0), alone(rollout_sequences=0)
+  # An evaluation has other rows than a rollout, over as many devices.
+  parts = -(-config.prompts * config.samples // work.rollout_sequences)
+  answered = alone(train_sequences=0, rollout_sequences=-(-experiment.EVAL_ROWS // parts))
   return {
-    "rollout_prefill": rollout_bytes,
-    "rollout_decode": rollout_bytes,
-    "train_step": alone(rollout_sequences=0),
-  }
+    "rollout_prefill": rollout_bytes, "rollout_decode": rollout_bytes,
+    "evaluation_prefill": answered, "evaluation_decode": answered,
+    "train_step": update, "score": update,
+  }  # fmt: skip
 
 
 def _halves(value: int, least: int) -> list[int]:

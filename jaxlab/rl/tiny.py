@@ -20,9 +20,6 @@ from jaxlab.objectives import clm
 from jaxlab.optim import config as optim
 from jaxlab.train import fit, guard, state, step
 
-# The gradient norm of a model that starts from noise rises tenfold within a few updates, once it
-# has found the task; the guard's own 6 sigmas would take that for a fault.
-GUARD_SIGMAS = 1e3
 CONFIG = {
   "architectures": ["Qwen2ForCausalLM"],
   "model_type": "qwen2",
@@ -68,7 +65,7 @@ def addition_model(
   params = stack.unstack(module.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"])
   trainable, frozen = weights.partition(params, lambda path: True)
   schedule = optim.OptimizerConfig(lr=lr, weight_decay=0.0, clip_norm=1.0)
-  optimizer = guard.guarded(schedule.build(steps), sigmas=GUARD_SIGMAS)
+  optimizer = guard.guarded(schedule.build(steps), sigmas=guard.SIGMAS_FROM_NOISE)
 
   def rounds(step_index: int, train_state: state.TrainState) -> fit.Round:
     del train_state

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import logging
@@ -107,6 +108,26 @@ def memory_budget(
   train = parts["block_inputs"] + parts["block"] + parts["logits"] if rows else 0
   rollout = parts["cache"] + logit_bytes * w.rollout_sequences
   return parts | {"peak": lasting + max(train, rollout)}
+
+
+def full_training_bytes(
+  config: Any, parameters: int, *, shards: int, head_shards: int, tokens: int, chunk_tokens: int,
+  dtype_bytes: int,
+) -> int:  # fmt: skip
+  """Peak of a device that trains all parameters: float32 master, m, v and gradient of its shard,
+  and the training terms above, with one layer's kernels and the token table gathered.
+
+  Args:
+    config: of a causal LM or ModernBERT.
+    parameters: in all. shards: data copies have none of their own, so fsdp * tensor.
+    tokens: of a micro-batch, and chunk_tokens those that meet the head at once, on the device.
+  """
+  c = config
+  table = c.vocab_size * c.width
+  layer = (parameters - table * (1 if c.tie_embeddings else 2)) // c.num_layers
+  block = dtype_bytes * (tokens * (8 * c.width + 6 * c.mlp_width) + layer) // head_shards
+  logits = (8 * min(chunk_tokens, tokens) * c.vocab_size + dtype_bytes * table) // head_shards
+  return 16 * parameters // shards + dtype_bytes * c.num_layers * tokens * c.width + block + logits
 
 
 def check_model(path: str | os.PathLike[str], work: Work) -> None:

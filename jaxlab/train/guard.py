@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# The gradient norm of a model that starts from noise rises tenfold within a few updates, once it
+# has found the task; the 6 sigmas of a trained one would take that for a fault.
+SIGMAS_FROM_NOISE = 1e3
+
 
 class GuardState(NamedTuple):
   """The inner optimiser's state and what the guard remembers; all scalars but `norms`."""

@@ -10,7 +10,6 @@ Dims: B rows, T tokens.
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -32,17 +31,14 @@ from jaxlab.io import tokenizer as tokenizers
 from jaxlab.models import presets, zoo
 from jaxlab.nn import weights
 from jaxlab.objectives import clm
-from jaxlab.parallel import rules
+from jaxlab.parallel import plan, rules
 from jaxlab.train import budget, fit, guard, report, signals, step
 from jaxlab.train import config as train_config
 from jaxlab.train import state as train_state
 from pallas_kernels import target
 
 PyTree = Any
-Mesh = jax.sharding.Mesh
-# The gradient norm of a model that starts from noise rises tenfold within a few updates, once it
-# has found the task; the guard's own 6 sigmas would take that for a fault.
-RANDOM_SIGMAS = 1e3
+Mesh = rules.Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +68,8 @@ class Trainer:
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     if self.mesh is not None:
-      rows = NamedSharding(self.mesh, rules.batch_spec())
-      batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
-      key = key.update(sharding=self._whole)
+      batch = plan.place(batch, rules.batch_spec(), self.mesh)
+      key = plan.place(key, PartitionSpec(), self.mesh)
     return state, frozen, batch, key
 
   def start(
@@ -126,10 +121,6 @@ class Trainer:
 
     return round_
 
-  @property
-  def _whole(self) -> NamedSharding:
-    return NamedSharding(self.mesh, PartitionSpec())
-
   def _trains(self, path: str) -> bool:
     return self.config.lora is None or lora.is_trainable(self.config.lora)(path)
 
@@ -155,8 +146,7 @@ class Trainer:
     if self.mesh is None:
       return params
     specs = rules.param_specs(params, self.mesh, num_kv_heads=self.module.config.num_kv_heads)
-    put = lambda x, spec: x.update(sharding=NamedSharding(self.mesh, spec))
-    return jax.tree.map(put, params, specs)
+    return plan.place(params, specs, self.mesh)
 
   def _shardings(self, shapes):
     return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
@@ -177,7 +167,7 @@ def prepare(
   placement = None if mesh is None else rules.Placement(mesh, module.config.num_kv_heads)
   running = module.clone(remat=config.remat, placement=placement)
   objective = clm.make_objective(running, chunk_tokens=config.chunk_tokens)
-  sigmas = {"sigmas": RANDOM_SIGMAS} if config.init == "random" else {}
+  sigmas = {"sigmas": guard.SIGMAS_FROM_NOISE} if config.init == "random" else {}
   optimizer = guard.guarded(config.optimizer.build(config.steps), **sigmas)
   in_dtype = _cast_where_used(objective, compute_dtype(config))
   train_step = step.make_train_step(in_dtype, optimizer, micro_batch=config.micro_rows)
@@ -196,8 +186,24 @@ def abstract_step(
   return trainer.train_step, trainer.abstract()
 
 
+def formula_bytes(model: Mapping[str, Any], config: train_config.TrainConfig, mesh: Mesh) -> int:
+  """The peak of `abstract_step` on a device by `budget.full_training_bytes`."""
+  module = zoo.from_config(dict(model), jnp.float32)
+  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  shards = rules.row_shards(mesh) * mesh.shape["sequence"]
+  return budget.full_training_bytes(
+    module.config,
+    sum(x.size for x in jax.tree.leaves(shapes)),
+    shards=mesh.shape["fsdp"] * mesh.shape["tensor"],
+    head_shards=mesh.shape["tensor"],
+    tokens=(config.micro_rows or config.rows) * config.tokens // shards,
+    chunk_tokens=config.chunk_tokens // shards,
+    dtype_bytes=compute_dtype(config).itemsize,
+  )
+
+
 def read_model_config(path: str) -> dict[str, Any]:
-  """config.json of `TrainConfig.model`: a folder or GGUF file, "demo", or a preset's name.
+  """config.json of a model that is named: a folder or GGUF file, "demo", or a preset's name.
 
   Raises: ValueError for a model that is neither here nor known.
   """
@@ -206,7 +212,7 @@ def read_model_config(path: str) -> dict[str, Any]:
   if path in presets.BY_NAME:
     return presets.BY_NAME[path]()
   raise ValueError(
-    f"TrainConfig.model: {path!r} does not exist. Give a model folder, a .gguf file, 'demo', or "
+    f"model: {path!r} does not exist. Give a model folder, a .gguf file, 'demo', or "
     f"one of {', '.join(presets.BY_NAME)}."
   )
 
@@ -292,6 +298,12 @@ def _check_sizes(config: train_config.TrainConfig, module: nn.Module, mesh: Mesh
       f"TrainConfig.{field}: must be a multiple of the mesh's data * fsdp = {shards}; got {rows}. "
       "Change the rows, or move devices to the tensor axis."
     )
+  heads = module.config.num_heads
+  if mesh is not None and heads % mesh.shape["tensor"]:
+    raise ValueError(
+      f"TrainConfig.mesh: tensor must divide the model's attention heads; got tensor = "
+      f"{mesh.shape['tensor']} and {heads} heads. Choose a smaller tensor, and more fsdp."
+    )
   if mesh is not None and config.tokens % mesh.shape["sequence"]:
     raise ValueError(
       f"TrainConfig.tokens: must be a multiple of the mesh's sequence = {mesh.shape['sequence']}; "
@@ -313,23 +325,13 @@ def _check_memory(state: PyTree, frozen: PyTree, mesh: Mesh | None) -> None:
   on_cpu = target.current_target().platform == "cpu"
   sharing = len(mesh.local_devices) if mesh is not None and on_cpu else 1
   parts = {
-    "state": _device_bytes(state),
-    "gradients": _device_bytes(state.trainable),
-    "frozen": _device_bytes(frozen),
+    "state": plan.device_bytes(state),
+    "gradients": plan.device_bytes(state.trainable),
+    "frozen": plan.device_bytes(frozen),
   }
   parts = {name: n * sharing for name, n in parts.items()}
   logging.info("%s", budget.require_fits(parts | {"peak": sum(parts.values())}))
 
 
-def _device_bytes(shapes: PyTree) -> int:
-  """Bytes of the part of a tree that one device holds."""
-
-  def local(x):
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    return math.prod(shape) * x.dtype.itemsize
-
-  return sum(map(local, jax.tree.leaves(shapes)))
-
-
 def _digest(rows_NT: np.ndarray) -> str:
-  return hashlib.sha256(rows_NT.tobytes()).hexdigest()[:16]
+  return hashlib.sha256(rows_NT).hexdigest()[:16]

@@ -58,7 +58,7 @@ class TrainState:
 def abstract(
   trainable: dict[str, jax.ShapeDtypeStruct],
   optimizer: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh | None,
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
 ) -> TrainState:
   """The shapes of `TrainState.create`; allocates nothing.
 

@@ -20,4 +20,6 @@ VERB="${VERB:-train}"                # or rl
 PYTHON="${PYTHON:-.venv/bin/python}" # the same path on every host
 
 cd "${SLURM_SUBMIT_DIR:?slurm.sh: start it with sbatch}"
+# From Slurm 22.05 on a step does not take the CPUs of a task from its job.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 "$PYTHON" -m "launch.$VERB" "$@"

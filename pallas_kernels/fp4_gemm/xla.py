@@ -3,10 +3,11 @@
 The operand of the product is value(code) * block scale, which is exact in bfloat16; the tensor
 scale multiplies the float32 sums. W is never interleaved: its even and odd columns stay apart, and
 those of x are put into that order instead. They are two products, y = x_even @ lo + x_odd @ hi; a
-TPU decodes both in its vector memory. On a GPU one array [O, 2, H] is decoded and contracted over
-both its last axes: with one reader of the codes XLA decodes a layer straight from the stack, with
-two it first copies the layer's codes, at every token. One layer's decoded columns live for one
-product; the backward pass decodes again and keeps the packed arguments only.
+TPU decodes both in its vector memory (for a v5p XLA first copies the layer's codes). On a GPU one
+array [O, 2, H] is decoded and contracted over both its last axes: with one reader of the codes XLA
+decodes a layer straight from the stack, with two it first copies the layer's codes, at every token.
+One layer's decoded columns live for one product; the backward pass decodes again and keeps the
+packed arguments only.
 """
 
 import math
@@ -79,7 +80,7 @@ def _halves(dtype, codes, scale):
 
 def _planes(dtype, codes, scale):
   """The same in one array, [O, 2, H]."""
-  values_O2H = jnp.stack(codec.unpack_halves(codes, dtype), axis=-2)
+  values_O2H = codec.unpack_planes(codes, dtype)
   scale_O1k = codec.decode_scale(scale).astype(dtype)[..., None, :]
   scale_O2k = jnp.broadcast_to(scale_O1k, (*values_O2H.shape[:-1], scale.shape[-1]))
   return codec.scale_blocks(values_O2H, scale_O2k)

@@ -149,12 +149,14 @@ def test_the_script_trains(environment, tmp_path, one_process):
 
 
 def test_the_script_passes_the_verb_on(environment, tmp_path):
-  (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+  (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$SRUN_CPUS_PER_TASK" "$@"\n')
   (tmp_path / "srun").chmod(0o755)
   own = {"SLURM_SUBMIT_DIR": str(ROOT), "VERB": "rl", "PYTHON": "python"}
+  own["SLURM_CPUS_PER_TASK"] = "8"  # which srun does not read
   command = ["bash", str(CLUSTER / "slurm.sh"), "--gin_file=a b.gin"]
   done = subprocess.run(command, env=environment | own, capture_output=True, text=True, check=True)
   assert done.stdout.splitlines()[-4:] == ["python", "-m", "launch.rl", "--gin_file=a b.gin"]
+  assert done.stdout.splitlines()[0] == "8"
 
 
 # --- JobSet

@@ -105,6 +105,29 @@ def test_the_default_workdir_follows_the_config(files, expected):
   assert common.default_workdir("toy", files) == expected
 
 
+def test_a_plan_of_a_recipe_has_another_default_than_its_run():
+  files = ["configs/qerl/tiny_cpu.gin"]
+  assert common.default_workdir("plan", files) == "runs/plan/qerl/tiny_cpu"
+  assert common.default_workdir("rl", files) == "runs/qerl/tiny_cpu"
+
+
+def test_independent_runs_leave_the_workdir_of_another_verb_alone(call, workdir):
+  """They may differ among themselves; a plan must not take a training run's config.gin."""
+
+  def plans(run):
+    registry.get("Toy")()
+    run.start(resumes=False)
+
+  words = [f"--workdir={workdir}", "--gin_bindings=Toy.steps = 5"]
+  assert call(plans, *words)[0] == 0
+  assert call(plans, f"--workdir={workdir}", "--gin_bindings=Toy.steps = 6")[0] == 0
+  config = workdir / "config.gin"
+  config.write_text(before := config.read_text().replace("# verb = test_common", "# verb = rl"))
+  code, _, err = call(plans, *words)
+  assert code == 2 and "holds another run: verb was rl, is test_common" in err
+  assert config.read_text() == before
+
+
 def test_flags_may_follow_arguments(call, workdir):
   seen = []
   code, _, err = call(

@@ -24,10 +24,12 @@ ALL_BYTES = np.arange(256, dtype=np.uint8)
 def test_every_byte_decodes_low_nibble_first(device, dtype):
   with target.use_target(device):
     even, odd = codec.unpack_halves(jnp.asarray(ALL_BYTES), dtype)
+    planes = codec.unpack_planes(jnp.asarray(ALL_BYTES), dtype)
   values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
   assert even.dtype == odd.dtype == dtype
   np.testing.assert_array_equal(np.asarray(even, np.float32), values[ALL_BYTES & 15])
   np.testing.assert_array_equal(np.asarray(odd, np.float32), values[ALL_BYTES >> 4])
+  np.testing.assert_array_equal(np.asarray(planes), np.stack([even, odd]))
 
 
 def test_unpacked_columns_are_in_order():

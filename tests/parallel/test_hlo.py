@@ -114,6 +114,8 @@ def test_a_loop_without_a_number_counts_once():
   assert hlo.analyse(until).bytes == GPU_BYTES / 4
   unknown = text.replace("%four = s32[] constant(4)", "%four = s32[] copy(%j)")
   assert hlo.analyse(unknown).bytes == GPU_BYTES / 4
+  assert hlo.analyse(unknown, trips=4.0).bytes == GPU_BYTES  # as the caller knows
+  assert hlo.analyse(GPU, trips=9.0).bytes == GPU_BYTES  # the compiler knows better
   fused = text.replace(
     "ROOT %lt = pred[] compare(%j, %four), direction=LT",
     "ROOT %lt = pred[] fusion(%j, %four), kind=kLoop, calls=%fused_lt",
@@ -137,6 +139,11 @@ TPU = """HloModule jit_decode, is_scheduled=true, num_partitions=4
   %zero = s32[]{:T(128)} constant(0)
   %dynamic-slice.1 = bf16[1,256,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%param_0, %param_1, %zero, %zero), dynamic_slice_sizes={1,256,128}
   ROOT %bitcast.1 = bf16[256,128]{1,0:T(8,128)(2,1)} bitcast(%dynamic-slice.1)
+}
+
+%on_chip (param_0.2: s32[]) -> bf16[32,128] {
+  %param_0.2 = s32[]{:T(128)S(6)} parameter(0)
+  ROOT %broadcast.1 = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} broadcast(%param_0.2), dimensions={}
 }
 
 %product (param_0.1: bf16[32,256], param_1.1: bf16[4,256,128], param_2.1: s32[], param_3.1: bf16[4,32,128]) -> (bf16[4,32,128], bf16[32,128]) {
@@ -163,6 +170,7 @@ ENTRY %main (w: bf16[4,256,128], cache: bf16[4,32,128], x: bf16[32,256], i: s32[
   %slice-done = bf16[1,256,128]{2,1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
   %all-gather = bf16[64,256]{1,0:T(8,128)(2,1)S(1)} all-gather(%copy-done), channel_id=1, replica_groups=mesh['axis_0'=2,'axis_1'=2] {'axis_1'}, dimensions={0}
   %fusion.2 = (bf16[4,32,128]{2,1,0:T(8,128)(2,1)}, bf16[32,128]{1,0:T(8,128)(2,1)}) fusion(%copy-done, %w, %i, %cache), kind=kOutput, calls=%product
+  %fusion.3 = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} fusion(%i), kind=kLoop, calls=%on_chip
   %gte.0 = bf16[4,32,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%fusion.2), index=0
   %gte.1 = bf16[32,128]{1,0:T(8,128)(2,1)} get-tuple-element(%fusion.2), index=1
   %copy.1 = bf16[64,256]{1,0:T(8,128)(2,1)} copy(%all-gather)
@@ -278,6 +286,61 @@ P_BYTES = 16 * 8 * 4
 def test_what_a_device_sends(line, kind, sent, where):
   found = hlo.analyse(MODULE.format(where, line))
   assert found.collectives == {kind: sent * P_BYTES}
+
+
+# As libtpu writes them: a reduce-scatter is a fusion; a gather begins in one, goes on beside the work
+# of others, which hand its arrays on, and ends in a last one.
+FUSED = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%all-reduce-scatter.1 (input: f32[16,8]) -> f32[2,8] {
+  %input = f32[16,8]{1,0} parameter(0)
+  %all-reduce.1 = f32[16,8]{1,0} all-reduce(%input), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %id = s32[] partition-id()
+  ROOT %dynamic-slice.1 = f32[2,8]{1,0} dynamic-slice(%all-reduce.1, %id, %id), dynamic_slice_sizes={2,8}
+}
+
+%begin (p.0: f32[2,8]) -> (f32[2,8], f32[16,8], u32[]) {
+  %p.0 = f32[2,8]{1,0:T(8)S(1)} parameter(0)
+  %gather.0 = f32[16,8]{1,0} all-gather(%p.0), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
+  ROOT %start = (f32[2,8]{1,0:T(8)S(1)}, f32[16,8]{1,0:T(8)S(1)}, u32[]{:S(2)}) custom-call(%gather.0), custom_call_target="AsyncCollectiveStart"
+}
+
+%go_on (p.1: f32[2,8], q.1: f32[16,8], x.1: f32[4,4]) -> (f32[4,4], f32[2,8], f32[16,8], f32[16,8]) {
+  %p.1 = f32[2,8]{1,0:T(8)S(1)} parameter(0)
+  %q.1 = f32[16,8]{1,0} parameter(1)
+  %x.1 = f32[4,4]{1,0} parameter(2)
+  %gather.1 = f32[16,8]{1,0} all-gather(%p.1), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"0"}}
+  %product = f32[4,4]{1,0} convolution(%x.1, %x.1), dim_labels=bf_io->bf
+  ROOT %tuple.1 = (f32[4,4]{1,0}, f32[2,8]{1,0:T(8)S(1)}, f32[16,8]{1,0}, f32[16,8]{1,0}) tuple(%product, %p.1, %q.1, %gather.1)
+}
+
+%finish (p.2: f32[2,8], q.2: f32[16,8]) -> f32[16,8] {
+  %p.2 = f32[2,8]{1,0:T(8)S(1)} parameter(0)
+  %q.2 = f32[16,8]{1,0:T(8)S(1)} parameter(1)
+  %gather.2 = f32[16,8]{1,0} all-gather(%p.2), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+  ROOT %done = f32[16,8]{1,0:T(8)S(1)} custom-call(%p.2, %q.2, %gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (g: f32[16,8], w: f32[2,8], x: f32[4,4]) -> f32[2,8] {
+  %g = f32[16,8]{1,0:T(8)S(1)} parameter(0)
+  %w = f32[2,8]{1,0:T(8)S(1)} parameter(1)
+  %x = f32[4,4]{1,0} parameter(2)
+  %f.0 = (f32[2,8]{1,0:T(8)S(1)}, f32[16,8]{1,0:T(8)S(1)}, u32[]{:S(2)}) fusion(%w), kind=kCustom, calls=%begin
+  %a.0 = f32[2,8]{1,0:T(8)S(1)} get-tuple-element(%f.0), index=0
+  %b.0 = f32[16,8]{1,0} get-tuple-element(%f.0), index=1
+  %f.1 = (f32[4,4]{1,0}, f32[2,8]{1,0:T(8)S(1)}, f32[16,8]{1,0}, f32[16,8]{1,0}) fusion(%a.0, %b.0, %x), kind=kCustom, calls=%go_on
+  %a.1 = f32[2,8]{1,0:T(8)S(1)} get-tuple-element(%f.1), index=1
+  %b.1 = f32[16,8]{1,0:T(8)S(1)} get-tuple-element(%f.1), index=2
+  %f.2 = f32[16,8]{1,0:T(8)S(1)} fusion(%a.1, %b.1), kind=kCustom, calls=%finish
+  ROOT %f.3 = f32[2,8]{1,0:T(8)S(1)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_collective_in_fusions_counts_once_and_as_what_it_is():
+  found = hlo.analyse(FUSED)
+  assert found.collectives == {"all-gather": 7 * P_BYTES / 8, "reduce-scatter": 7 / 8 * P_BYTES}
+  assert found.bytes == 2 * 4 * 4 * 4  # of the product: what is handed on is not touched
 
 
 @pytest.mark.parametrize(

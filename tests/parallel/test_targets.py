@@ -102,10 +102,12 @@ def test_gpu_figures_agree_with_what_the_compiler_reads(name):
   assert f'"{device.kind}"' in text
 
 
-def test_cpu_devices_share_the_memory_of_the_machine():
-  one, eight = targets.parse("cpu"), targets.parse("cpux8")
+def test_cpu_devices_share_the_machine():
+  one, eight = targets.parse("cpu").device, targets.parse("cpux8").device
   total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  assert one.device.memory_bytes == total and eight.device.memory_bytes == total // 8
+  assert one.memory_bytes == total and eight.memory_bytes == total // 8
+  assert eight.hbm * 8 == one.hbm and eight.network * 8 == one.network
+  assert {dtype: rate * 8 for dtype, rate in eight.flops.items()} == one.flops
 
 
 def test_cpu_devices_are_those_of_the_process():

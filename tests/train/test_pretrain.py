@@ -217,6 +217,7 @@ def test_adapters_train_and_the_base_stays(config, folder, workdir, tmp_path):
     ({"micro_rows": 2}, MESH, "TrainConfig.micro_rows: must be a multiple of the mesh's"),
     ({"rows": 6, "micro_rows": None}, MESH, "TrainConfig.rows: must be a multiple"),
     ({"tokens": 31}, meshes.MeshConfig(sequence=2, fsdp=-1), "TrainConfig.tokens: must be a mult"),
+    ({}, meshes.MeshConfig(tensor=8), "attention heads; got tensor = 8 and 4 heads"),
     ({"model": "no/such"}, None, "'no/such' does not exist. Give a model folder"),
   ],
 )

@@ -105,8 +105,15 @@ def _hosts(text: str, device: Device, size: str) -> Target:
     )
   count = int(size[1:] or 1)
   if device.platform == "cpu":
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of which each has its part
-    return Target(text, dataclasses.replace(device, memory_bytes=memory // count), "", count)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    part = dataclasses.replace(  # of one machine
+      device,
+      memory_bytes=memory // count,
+      hbm=device.hbm / count,
+      flops={dtype: rate / count for dtype, rate in device.flops.items()},
+      network=device.network / count,
+    )
+    return Target(text, part, "", count)
   hosts = math.ceil(count / device.per_host)
   if hosts > 1 and count % device.per_host:
     raise ValueError(
