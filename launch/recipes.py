@@ -149,7 +149,7 @@ def _decoding(run: common.Run) -> Choices:
     plain = zoo.from_config(found, dtype)
     shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     shapes = jax.eval_shape(quantize, shapes)
-    params = plan.place(shapes, rules.param_specs(shapes, mesh, num_kv_heads=kv_heads), mesh)
+    params = plan.place_params(shapes, mesh, kv_heads)
     sampler = autoregressive.Sampler(plain.clone(placement=placement), sampled, stop_ids=(0,))
     programs = decode.programs(
       "generate", sampler, params, mesh,

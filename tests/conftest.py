@@ -48,3 +48,13 @@ def strict_dtypes():
 
   with jax.numpy_dtype_promotion("strict"):
     yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Half the time in the compiler, which partitions the same."""
+  import jax
+
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

@@ -216,6 +216,11 @@ def place(tree: PyTree, specs: PyTree, mesh: rules.Mesh) -> PyTree:
   )
 
 
+def place_params(params: PyTree, mesh: rules.Mesh, num_kv_heads: int) -> PyTree:
+  """Shapes of parameters with the shardings of `rules.param_specs`."""
+  return place(params, rules.param_specs(params, mesh, num_kv_heads=num_kv_heads), mesh)
+
+
 def flops(jaxpr: jax.extend.core.Jaxpr, trips: float = 1.0) -> dict[str, float]:
   """{dtype of the operands: multiplications and additions of matrix products}, over all devices.
 

@@ -144,35 +144,18 @@ def shard_leaf(
   return jax.tree.map(lambda x, spec: place(x, NamedSharding(mesh, spec)), leaf, specs)
 
 
-def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-  """Arrays [B, ...] of this process as global arrays, rows over `data` and `fsdp`.
-
-  With n processes each passes its own B / n rows, in the order of the processes.
+def shard_rows(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """Arrays [B, ...] that every process has in full, their rows over `data` and `fsdp`.
 
   Raises: ValueError if the axes do not divide the rows.
   """
-  sharding = NamedSharding(mesh, batch_spec())
-
-  def put(x):
-    _check_rows(x.shape[0] * jax.process_count(), mesh)
-    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-  return jax.tree.map(put, batch)
-
-
-def shard_rows(batch: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-  """`shard_batch` of arrays that every process has in full, with the same numbers."""
-  for x in jax.tree.leaves(batch):
-    _check_rows(x.shape[0], mesh)
-  return jax.tree.map(lambda x: place(x, NamedSharding(mesh, batch_spec())), batch)
-
-
-def _check_rows(rows: int, mesh: Mesh) -> None:
-  if rows % row_shards(mesh):
+  shards = row_shards(mesh)
+  if uneven := [x.shape[0] for x in jax.tree.leaves(batch) if x.shape[0] % shards]:
     raise ValueError(
-      f"shard_batch: rows must be a multiple of data * fsdp = {row_shards(mesh)}; got {rows} rows. "
+      f"shard_rows: rows must be a multiple of data * fsdp = {shards}; got {uneven[0]} rows. "
       "Change the batch, or move devices to the tensor axis."
     )
+  return jax.tree.map(lambda x: place(x, NamedSharding(mesh, batch_spec())), batch)
 
 
 def replicate(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:

@@ -157,10 +157,7 @@ class _Run:
       return lora.attach(quantize(made), self.config.lora, key)
 
     shapes = jax.eval_shape(make, self.key)
-    kv_heads = self.module.config.num_kv_heads
-    return plan.place(
-      shapes, rules.param_specs(shapes, self.mesh, num_kv_heads=kv_heads), self.mesh
-    )
+    return plan.place_params(shapes, self.mesh, self.module.config.num_kv_heads)
 
   def batch(self) -> batch.PackedBatch:
     """The largest batch of an update."""
@@ -202,10 +199,7 @@ class _Run:
       return weights.merge(current.trainable, frozen)
     serve = lambda trainable, frozen: rollout.Serving(frozen, placement).params(trainable)
     shapes = jax.eval_shape(serve, current.trainable, frozen)
-    kv_heads = self.module.config.num_kv_heads
-    return plan.place(
-      shapes, rules.param_specs(shapes, self.mesh, num_kv_heads=kv_heads), self.mesh
-    )
+    return plan.place_params(shapes, self.mesh, self.module.config.num_kv_heads)
 
 
 def _formulas(

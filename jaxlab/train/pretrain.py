@@ -145,8 +145,7 @@ class Trainer:
     """Shapes of parameters with the shardings of `rules`."""
     if self.mesh is None:
       return params
-    specs = rules.param_specs(params, self.mesh, num_kv_heads=self.module.config.num_kv_heads)
-    return plan.place(params, specs, self.mesh)
+    return plan.place_params(params, self.mesh, self.module.config.num_kv_heads)
 
   def _shardings(self, shapes):
     return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
@@ -263,7 +262,10 @@ def run(
 
 
 def _cast_where_used(objective: step.Objective, dtype: jnp.dtype) -> step.Objective:
-  """The objective on weights cast to `dtype`: gradients come back as float32, to the masters."""
+  """The objective on weights cast to `dtype`: gradients come back as float32, to the masters.
+
+  Over a mesh XLA sums a micro-batch's gradients across devices before that, in `dtype`.
+  """
 
   def cast(path, w):
     keeps = weights.is_leaf(w) or path.endswith("norm")  # adapters cast themselves

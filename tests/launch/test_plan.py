@@ -15,19 +15,13 @@ from launch import plan as verb
 from tests.launch import small_train, verbs
 from tests.rl import killed, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RECIPE_7B = "configs/qerl/qwen2p5_7b_gsm8k.gin"  # its model and its data are not here
 
 
 BATCH = ("--gin_bindings=AccuracyConfig.batch_size = 4",)
 DECODES = {"recipe": "greedy.gin"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

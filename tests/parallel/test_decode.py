@@ -10,20 +10,14 @@ from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 from tests.parallel import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KEY = jax.random.key(3)
 PROMPTS = [
   np.random.default_rng(1).integers(0, tiny.CONFIG.vocab_size, n).tolist()
   for n in (3, 9, 5, 4, 12, 7, 6, 10)
 ]
 TEMPLATE = [7, 1, 4, 2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler; it partitions the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 def place(params, **sizes):

@@ -16,6 +16,8 @@ from jaxlab.objectives import clm
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # As in test_rules.py: sums of float32 products in another order; an axis summed twice would be 1.
 LOGITS, GRADS = 1e-4, 2e-4
 SHAPES = {
@@ -29,14 +31,6 @@ CONFIG = {
   "num_attention_heads": 8, "local_attention": 10, "local_rope_theta": 1e4,
 }  # fmt: skip
 PRESETS = {"encoder": presets.ettin_encoder_17m, "decoder": presets.ettin_decoder_17m}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler; it partitions the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -89,7 +83,7 @@ def test_logits_and_gradients_are_those_of_one_device(kind, axes):
   mesh = meshes.make_mesh(meshes.MeshConfig(*SHAPES[axes]), jax.devices())
   heads = module_of(kind).config.num_kv_heads
   params = rules.shard_params(params_of(kind), mesh, num_kv_heads=heads)
-  placed = rules.shard_batch(batch(), mesh)
+  placed = rules.shard_rows(batch(), mesh)
   logits, grads = logits_and_grads(kind, params, placed, rules.Placement(mesh, heads))
   for path, grad in weights.leaf_paths(grads).items():  # born where their parameters are
     param = weights.leaf_paths(params)[path]

@@ -21,6 +21,8 @@ from jaxlab.train import guard, state, step
 from tests.models import tiny as hf
 from tests.parallel import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Sums of up to 512 float32 products in another order, through two layers: 2e-5 was seen on logits
 # up to 4, 5e-5 of a gradient's largest entry. A sum over an axis missing or doubled: an error of 1.
 LOGITS, GRADS = 1e-4, 2e-4
@@ -193,20 +195,11 @@ def test_other_errors_name_what_is_wrong():
     rules.param_specs({"layers": {"router": {"kernel": dense(64)}}}, mesh_of())
   with pytest.raises(ValueError, match=r"got \('data', 'model'\), without \['fsdp'"):
     rules.param_specs({"embed": dense(64)}, jax.make_mesh((4, 2), ("data", "model")))
-  for shard in (rules.shard_batch, rules.shard_rows):
-    with pytest.raises(ValueError, match="multiple of data \\* fsdp = 8; got 12 rows"):
-      shard({"x": np.ones((12, 2))}, mesh_of(*FSDP))
+  with pytest.raises(ValueError, match="multiple of data \\* fsdp = 8; got 12 rows"):
+    rules.shard_rows({"x": np.ones((12, 2))}, mesh_of(*FSDP))
 
 
 # --- the same numbers on every mesh
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler; it partitions the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +212,7 @@ def on_mesh(params, shape, placed):
   mesh = mesh_of(*shape)
   trainable, frozen = tiny.split(rules.shard_params(params, mesh, num_kv_heads=2))
   placement = rules.Placement(mesh, 2) if placed else None
-  batch = rules.shard_batch(tiny.batch(), mesh)
+  batch = rules.shard_rows(tiny.batch(), mesh)
   logits, grads = tiny.logits_and_grads(trainable, frozen, batch, placement)
   if placed:  # gradients are born where their parameters are
     for path, grad in grads.items():
@@ -275,7 +268,7 @@ def updates_on_fsdp():
   mesh = mesh_of(*FSDP)
   params = rules.shard_params(tiny.params("nvfp4"), mesh, num_kv_heads=2)
   place = functools.partial(rules.replicate, mesh=mesh)
-  batch = rules.shard_batch(tiny.batch(), mesh)
+  batch = rules.shard_rows(tiny.batch(), mesh)
   return two_updates(params, batch, rules.Placement(mesh, 2), place)
 
 

@@ -13,6 +13,8 @@ from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 from tests.parallel import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LENGTH = 2048  # four chunks of queries
 HIDDEN, GRADS = 1e-4, 2e-4  # as in test_rules
 
@@ -21,14 +23,6 @@ def placement(**sizes):
   config = meshes.MeshConfig(**sizes)
   count = config.data * config.fsdp * config.tensor * config.sequence
   return rules.Placement(meshes.make_mesh(config, jax.devices()[:count]), 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler; it partitions the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 def hidden(params, tokens_BT, where):

@@ -23,9 +23,7 @@ def main(file: str) -> None:
   assert jax.process_count() == 2 and mesh.devices.shape == (2, 2, 2, 1)
   assert {d.process_index for d in mesh.devices[1].flat} == {1}  # only `data` crosses over
   params = rules.shard_params(tiny.params("dense"), mesh, num_kv_heads=2)
-  half = tiny.ROWS // 2
-  mine = slice(jax.process_index() * half, (jax.process_index() + 1) * half)
-  batch = rules.shard_batch({name: x[mine] for name, x in tiny.batch().items()}, mesh)
+  batch = rules.shard_rows(tiny.batch(), mesh)
   again = rules.shard_params(params, mesh, num_kv_heads=2)  # of global arrays
   found = tiny.logits_and_grads(*tiny.split(again), batch, rules.Placement(mesh, 2))
   logits, grads = multihost_utils.process_allgather(found, tiled=True)

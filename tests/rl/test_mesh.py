@@ -17,6 +17,8 @@ from launch import common, rl
 from pallas_kernels import target
 from tests.rl import killed, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # All four axes; the last one splits four query heads and leaves the two KV heads whole.
 MESHES = [
   meshes.MeshConfig(data=2, fsdp=2, tensor=2),
@@ -25,14 +27,6 @@ MESHES = [
 ]
 # A second minibatch needs the log-probabilities of the policy before the first.
 CHANGES = {"minibatches": 2, "mask_truncated": False, "micro_rows": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-  """Half the time in the compiler; it partitions the same."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclasses.dataclass(frozen=True)

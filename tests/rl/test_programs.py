@@ -157,14 +157,6 @@ def test_on_one_device_they_are_the_runs_own(one, name):
   assert text_on_one_device(*of(planned[name])) == text_on_one_device(*real)
 
 
-@pytest.fixture
-def quick_compilation():
-  """Half the time in the compiler."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def test_the_planned_bytes_are_those_of_the_running_programs(one, quick_compilation):
   run, planned = one
   mesh = meshes.make_mesh(meshes.MeshConfig(), jax.devices()[:1])

@@ -69,7 +69,7 @@ def test_an_update_on_eight_devices_is_the_one_on_one(alone, sizes):
   mesh = make_mesh(**sizes)
   params = rules.shard_params(tiny.params("nvfp4"), mesh, num_kv_heads=KV_HEADS)
   module = tiny.MODULE.clone(remat=True, placement=rules.Placement(mesh, KV_HEADS))
-  metrics, grads = update(params, rules.shard_batch(packed_rows(), mesh), module)
+  metrics, grads = update(params, rules.shard_rows(packed_rows(), mesh), module)
   expected_metrics, expected = alone
   for name, value in expected_metrics.items():
     assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
@@ -103,7 +103,7 @@ def test_rollouts_on_a_data_mesh_draw_the_same_tokens():
   expected = rollout(params, prompts, KEY)
   sharded = rollout(
     rules.shard_params(params, mesh), prompts, rules.replicate(KEY, mesh),
-    placed=lambda x: rules.shard_batch(x, mesh),
+    placed=lambda x: rules.shard_rows(x, mesh),
   )  # fmt: skip
   np.testing.assert_array_equal(sharded.tokens_NT, expected.tokens_NT)
   np.testing.assert_array_equal(sharded.length_N, expected.length_N)
