@@ -79,7 +79,8 @@ def inspect(arrays: dict[str, jax.Array]) -> tuple[dict[str, list], list[str]]:
     mesh = x.sharding.mesh if elsewhere else None
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()) if mesh else None
     found[path] = _inspector(replicated)(x)
-    if elsewhere:  # sums of several programs at once wait for each other forever (Gloo, jax 0.10.2)
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+      # On CPUs, sums of several programs at once may wait for each other forever (jax 0.10.2).
       jax.block_until_ready(found[path])
   found = jax.device_get(found)  # one transfer for all of them
   table = {p: [int(found[p][0]), *array_type(x)] for p, x in arrays.items()}
