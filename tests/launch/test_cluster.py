@@ -211,6 +211,7 @@ def start_pods(container, environment, folder, **changes) -> list[subprocess.Pop
   return processes
 
 
+@pytest.mark.slow
 def test_the_manifest_trains(container, environment, tmp_path, one_process):
   changes = {
     "GIN_FILE": str(small_train.gin(tmp_path, *small_train.MESH)), "WORKDIR": str(tmp_path / "run"),

@@ -110,6 +110,7 @@ def runs(tmp_path_factory):
   return folder / "one", folder / "two"
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(runs):
   one, two = map(metrics.read, runs)
   assert [line["step"] for line in two] == list(range(1, STEPS + 1))
@@ -120,6 +121,7 @@ def test_two_processes_train_as_one_does(runs):
       assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_one_process_writes_the_files_of_both(runs):
   one, two = runs
   names = lambda folder: {str(p.relative_to(folder)) for p in folder.rglob("*.*")}

@@ -76,6 +76,7 @@ def recipe(**changes) -> config.RLConfig:
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_comparison_from_end_to_end(tmp_path):
   quantize = lambda kind: lambda params: quantizer.quantize(params, kind)
   two = [arms.Arm(kind, recipe(), quantize(kind)) for kind in ("bf16", "nvfp4")]
