@@ -64,8 +64,8 @@ def new(analysis: hlo.Analysis, at_least: float) -> list[hlo.Result]:
 def test_no_more_than_a_layer_is_dequantised_at_a_time(compiled):
   for name, (analysis, temporaries) in compiled.items():
     remat = 2 * LAYERS * 4 * (PROMPT + ANSWER) * MODEL["hidden_size"] * (name == "train_step")
-    # A TPU changes the layout of the packed stack, once a call; decoded it would be 3.5 times that.
-    assert temporaries - remat < 0.5 * LAYERS * 3 * KERNEL * 2, name
+    # A TPU changes the layout of the packed stack, once a call: 0.3 of what it would be decoded.
+    assert temporaries - remat < 0.75 * LAYERS * 3 * KERNEL * 2, name
     stacks = [r for r in analysis.results if elements(r)[:1] == [LAYERS]]
     dense = [r for r in stacks if not r.instruction.shape.startswith(("u8", "f8"))]
     assert all(math.prod(elements(r)[1:]) < SQUARE for r in dense), name
