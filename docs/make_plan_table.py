@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from jaxlab.parallel import advise
+
 RUNS, TABLE = pathlib.Path("runs/plan_table"), pathlib.Path("docs/plan_table.md")
 SEVEN, THIRTY_TWO = "configs/qerl/qwen2p5_7b_gsm8k.gin", "configs/qerl/qwen2p5_32b_1x80gb.gin"
 FOURTEEN = "RLConfig.model='Qwen/Qwen2.5-14B-Instruct'"
@@ -58,10 +60,7 @@ def lines(row: Row, found: dict) -> list[str]:
   """The table's lines for a row: one a program of a step."""
   verdict = "yes" if found["fits"] else "**no**"
   mesh = " x ".join(f"{axis} {n}" for axis, n in found["mesh"].items() if n > 1) or "1"
-  remedy = "; ".join(
-    ", ".join(f"{name} = {value!r}" for name, value in one["changes"].items())
-    for one in found["remedies"][:1]
-  )
+  remedy = advise.describe(found["remedies"][0]["changes"]) if found["remedies"] else ""
   out = []
   for program in (p for p in found["programs"] if p["runs"]):
     peak, formula = program["peak_bytes"], program["formula_bytes"]

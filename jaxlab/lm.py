@@ -18,11 +18,11 @@ from jaxlab.io import huggingface, names, orbax, receipt
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.models import zoo
 from jaxlab.nn import weights
+from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 from pallas_kernels import target
 
 PyTree = Any
-DEMO = "demo"
 PARAMS = "params"  # folder of the arrays inside a checkpoint of ours
 DEFAULT_SAMPLING = sampling.SamplingConfig()
 
@@ -80,7 +80,7 @@ def load(
   Raises: ValueError for what is not there or not supported; CorruptFile for damaged files.
   """
   name = str(path)
-  path = assets.demo_model_path() if name == DEMO else pathlib.Path(path)
+  path = assets.model_path(name)
   if not path.exists():
     raise ValueError(
       f"load: {name!r} does not exist. Give a model folder, a .gguf file, or 'demo'."
@@ -103,7 +103,7 @@ def save(lm: LM, path: str | os.PathLike[str]) -> None:
   """
   path = pathlib.Path(path)
   path.mkdir(parents=True, exist_ok=True)
-  if jax.process_index() == 0:
+  if meshes.leads():
     exports.write_config(lm.config, lm.source.path, path)
     exports.write_tokenizer(lm.tokenizer, lm.source.path, path)
   source = {

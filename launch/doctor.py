@@ -18,7 +18,7 @@ def main(run: common.Run) -> dict:
   if len(run.arguments) != 1:
     raise ValueError(f"doctor: name one model; got {list(run.arguments)}. See --help.")
   (model,) = run.arguments
-  findings = doctor.examine(assets.demo_model_path() if model == "demo" else model)
+  findings = doctor.examine(assets.model_path(model))
   for finding in findings:
     print(MARKS[finding.level] + finding.text)
   broken = [f.text for f in findings if f.level == "broken"]

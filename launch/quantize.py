@@ -16,7 +16,7 @@ import jaxlab
 from jaxlab import lm as language_model
 from jaxlab.data import assets
 from jaxlab.io import huggingface, names, orbax
-from jaxlab.models import causal_lm
+from jaxlab.models import causal_lm, zoo
 from jaxlab.quant import by_group, fp4, report
 from jaxlab.train import budget
 from launch import common, model, registry
@@ -52,7 +52,7 @@ def main(run: common.Run) -> dict:
 
 def stored_dtype(path: str) -> str | None:
   """The dtype of the model's dense tensors: twice its size would buy nothing. None: as `load`."""
-  found = assets.demo_model_path() if path == language_model.DEMO else pathlib.Path(path)
+  found = assets.model_path(path)
   if orbax.is_checkpoint(found / language_model.PARAMS) or not found.exists():
     return None
   return huggingface.load_source(found).dtypes.get(names.HUGGING_FACE["embed"])
@@ -80,9 +80,7 @@ def _new_folder(output: str | None) -> pathlib.Path:
 def _work(quantize: Callable, path: str, dtype: str | None) -> budget.Work:
   """Both models are in memory for a while. Shapes alone tell whether the format suits the model."""
   config, _ = budget.describe_checkpoint(path)
-  module = causal_lm.CausalLM(config)
-  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-  packed = jax.eval_shape(quantize, shapes)
+  packed = jax.eval_shape(quantize, zoo.param_shapes(causal_lm.CausalLM(config)))
   return budget.Work(
     dtype_bytes=jnp.dtype(dtype).itemsize if dtype else budget.default_dtype_bytes(),
     other_bytes=fp4.weight_bytes(packed)["linears"],

@@ -66,7 +66,7 @@ def _rl(run: common.Run) -> Choices:
 
   def smaller(sizes, mesh):
     if sizes.data > 1:
-      split = dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
+      split = advise.all_fsdp(sizes)
       yield advise.Variant(_mesh_change(split), functools.partial(recipe, config, quantize), split)
     for change, config_, quantize_ in rl.smaller(config, quantize, mesh):
       yield advise.Variant(change, functools.partial(recipe, config_, quantize_), sizes)
@@ -108,14 +108,14 @@ def _train(run: common.Run) -> Choices:
   def smaller(sizes, mesh):
     if not config.remat:
       yield _variant({"TrainConfig.remat": True}, sizes)
-    micro = config.micro_rows or config.rows
-    while micro % (2 * rules.row_shards(mesh)) == 0:
-      micro //= 2
+    rows = config.micro_rows or config.rows
+    fewer = advise.halves(rows, rules.row_shards(mesh))
+    for micro in fewer:
       yield _variant({"TrainConfig.micro_rows": micro}, sizes)
     if sizes.data > 1:
-      split = dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
+      split = advise.all_fsdp(sizes)
       yield _variant({}, split)
-      yield _variant({"TrainConfig.micro_rows": micro}, split)
+      yield _variant({"TrainConfig.micro_rows": [rows, *fewer][-1]}, split)
 
   def searched(devices):
     heads = zoo.from_config(found, jnp.float32).config.num_heads
@@ -147,8 +147,7 @@ def _decoding(run: common.Run) -> Choices:
     kv_heads = zoo.causal_lm_config(found).num_kv_heads
     placement = None if mesh.size == 1 else rules.Placement(mesh, kv_heads)
     plain = zoo.from_config(found, dtype)
-    shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    shapes = jax.eval_shape(quantize, shapes)
+    shapes = jax.eval_shape(quantize, zoo.param_shapes(plain))
     params = plan.place_params(shapes, mesh, kv_heads)
     sampler = autoregressive.Sampler(plain.clone(placement=placement), sampled, stop_ids=(0,))
     programs = decode.programs(
@@ -165,9 +164,7 @@ def _decoding(run: common.Run) -> Choices:
     return plan.Recipe(programs, params, {program.name: peak for program in programs})
 
   def smaller(sizes, mesh):
-    fewer = rows
-    while fewer % (2 * rules.row_shards(mesh)) == 0:
-      fewer //= 2
+    for fewer in advise.halves(rows, rules.row_shards(mesh)):
       yield advise.Variant(
         {"AccuracyConfig.batch_size": fewer}, functools.partial(recipe, fewer), sizes
       )

@@ -3,6 +3,8 @@
 import pathlib
 from typing import Any
 
+from jaxlab import plots
+
 COLUMNS = ("what", "batch", "tokens_per_s", "baseline", "ratio_to_transformers", "ratio_low",
            "ratio_high", "tokens_equal", "peak_bytes", "compilations")  # fmt: skip
 
@@ -14,19 +16,11 @@ def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   """One bar a row: the median ratio with its quartiles; 1 is the baseline."""
-  import matplotlib  # slow to import, and only wanted at the end
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  path.parent.mkdir(parents=True, exist_ok=True)
   names = [f"{row['what']}\nbatch {row['batch']}" for row in rows]
   middle = [row["ratio_to_transformers"] for row in rows]
   low = [m - row["ratio_low"] for m, row in zip(middle, rows, strict=True)]
   high = [row["ratio_high"] - m for m, row in zip(middle, rows, strict=True)]
-  figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-  axes.bar(names, middle, yerr=(low, high), capsize=4)
-  axes.axhline(1.0, color="black", linewidth=1)
-  axes.set_ylabel("times the baseline's speed")
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  with plots.png(path, width=7.0) as axes:
+    axes.bar(names, middle, yerr=(low, high), capsize=4)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_ylabel("times the baseline's speed")

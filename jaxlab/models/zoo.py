@@ -34,6 +34,12 @@ def from_config(config: dict[str, Any], param_dtype: jax.typing.DTypeLike = jnp.
   return causal_lm.CausalLM(causal_lm_config(config), param_dtype)
 
 
+def param_shapes(module: Model) -> Any:
+  """Shapes of a model's dense, stacked parameters; makes none."""
+  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+
+
 def causal_lm_config(config: dict[str, Any]) -> causal_lm.CausalLMConfig:
   """The architecture fields of a Llama, Qwen2 or Qwen3 `config.json`.
 

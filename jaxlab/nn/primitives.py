@@ -67,6 +67,33 @@ def declare_linear(
   declare(module, name, init, (features_in, features_out), dtype)
 
 
+def declare_layers(module: nn.Module, block: nn.Module, method: Any) -> None:
+  """The stacked parameters of a model's `num_layers` equal blocks, where it has none.
+
+  method: any of the block's that takes x_BTD; each declares all parameters.
+  """
+  if module.has_variable("params", "layers"):
+    return
+  x = jnp.zeros((1, 1, module.config.width), module.param_dtype)
+
+  def init(key):
+    keys = jax.random.split(key, module.config.num_layers)
+    return jax.vmap(lambda key: block.init(key, x, method=method)["params"])(keys)
+
+  module.param("layers", init)
+
+
+def beside_layers(module: nn.Module, path: str) -> Any:
+  """A model's parameter such as 'embed' or 'head/kernel', gathered over `fsdp` where it is split.
+
+  module: with the field `placement`, None or a `jaxlab.parallel.rules.Placement`.
+  """
+  name, *part = path.split("/")
+  w = module.get_variable("params", name)
+  w = w[part[0]] if part else w
+  return w if module.placement is None else module.placement.gather(path, w)
+
+
 def project(
   module: nn.Module, x: Float[Array, "*rows I"], *names: str
 ) -> tuple[Float[Array, "*rows O"], ...]:

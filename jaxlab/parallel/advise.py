@@ -105,6 +105,20 @@ def mesh_shapes(devices: int, heads: int) -> Iterator[meshes.MeshConfig]:
       yield meshes.MeshConfig(data, fsdp, tensor)
 
 
+def halves(value: int, least: int) -> list[int]:
+  """value / 2, value / 4, ... as long as `least` divides them."""
+  found = []
+  while value % (2 * least) == 0:
+    value //= 2
+    found.append(value)
+  return found
+
+
+def all_fsdp(sizes: meshes.MeshConfig) -> meshes.MeshConfig:
+  """The mesh without copies of the parameters: those devices hold parts of them."""
+  return dataclasses.replace(sizes, data=1, fsdp=sizes.data * sizes.fsdp)
+
+
 def hopeless(recipe: plan.Recipe, device_bytes: int) -> bool:
   """Whether a recipe cannot fit, by its formulas or by what stays on a device all the time."""
   limit = plan.FITS * device_bytes

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxlab import plots
 from jaxlab.parallel import advise, plan
 
 
@@ -94,14 +95,6 @@ def markdown(
 
 def plot(made: plan.Plan, path: pathlib.Path) -> None:
   """Memory by program, stacked, with the device's memory as a line."""
-  import matplotlib  # slow to import, and only wanted at the end
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-  names, left = [p.name for p in made.programs], [0.0] * len(made.programs)
   parts = {
     "arguments": lambda p: p.argument_bytes,
     "new outputs": lambda p: p.output_bytes - p.alias_bytes,
@@ -109,16 +102,16 @@ def plot(made: plan.Plan, path: pathlib.Path) -> None:
     "code": lambda p: p.code_bytes,
     "beside": lambda p: p.resident_bytes,
   }
-  for label, size in parts.items():
-    widths = [max(size(p), 0) / 1e9 for p in made.programs]
-    axes.barh(names, widths, left=left, label=label)
-    left = [a + b for a, b in zip(left, widths, strict=True)]
-  axes.axvline(made.device_bytes / 1e9, color="black", linestyle="--", label="device")
-  axes.set_xlabel("GB a device")
-  axes.set_title(f"{made.target.text}, mesh {_mesh(made.mesh)}")
-  axes.legend(fontsize="small")
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  names, left = [p.name for p in made.programs], [0.0] * len(made.programs)
+  with plots.png(path, width=7.0) as axes:
+    for label, size in parts.items():
+      widths = [max(size(p), 0) / 1e9 for p in made.programs]
+      axes.barh(names, widths, left=left, label=label)
+      left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(made.device_bytes / 1e9, color="black", linestyle="--", label="device")
+    axes.set_xlabel("GB a device")
+    axes.set_title(f"{made.target.text}, mesh {_mesh(made.mesh)}")
+    axes.legend(fontsize="small")
 
 
 def _found(found: Sequence[advise.Found]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tabulate
 
+from jaxlab import plots
 from jaxlab.io import files
 
 COLUMNS = {
@@ -64,21 +65,13 @@ def plot(curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], folder: pa
   Args:
     curves: {arm: the lines of metrics.jsonl of each of its runs}.
   """
-  import matplotlib  # slow to import, and only wanted at the end
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  folder.mkdir(parents=True, exist_ok=True)
   for name, column in FIGURES.items():
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for arm, runs in curves.items():
-      table = np.asarray([[float(row[column]) for row in run] for run in runs])
-      steps = [row["step"] for row in runs[0]]
-      (line,) = axes.plot(steps, table.mean(0), label=arm)
-      axes.fill_between(steps, table.min(0), table.max(0), color=line.get_color(), alpha=0.2)
-    axes.set_xlabel("step")
-    axes.set_title(name)
-    axes.legend()
-    figure.savefig(folder / f"arms_{name}.png", dpi=120)
-    pyplot.close(figure)
+    with plots.png(folder / f"arms_{name}.png") as axes:
+      for arm, runs in curves.items():
+        table = np.asarray([[float(row[column]) for row in run] for run in runs])
+        steps = [row["step"] for row in runs[0]]
+        (line,) = axes.plot(steps, table.mean(0), label=arm)
+        axes.fill_between(steps, table.min(0), table.max(0), color=line.get_color(), alpha=0.2)
+      axes.set_xlabel("step")
+      axes.set_title(name)
+      axes.legend()

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
 from jaxlab import lm as lm_lib
-from jaxlab.models import causal_lm
+from jaxlab.models import causal_lm, zoo
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 from jaxlab.quant import report
@@ -99,17 +98,15 @@ def check_memory(
 ) -> None:
   """Logs what the run will take at its peak. Raises: ValueError with the numbers if too much."""
   architecture, _ = budget.describe_checkpoint(path)
-  format = format_of(architecture, quantize)
+  shapes = zoo.param_shapes(causal_lm.CausalLM(architecture))
+  format = format_of(jax.eval_shape(quantize, shapes))
   parts = budget.memory_budget(architecture, format, work(config, format))
   logging.info("%s", budget.require_fits(parts))
 
 
-def format_of(architecture: causal_lm.CausalLMConfig, quantize: Callable[[PyTree], PyTree]) -> str:
-  """What `quantize` makes of a model's kernels, one of `budget.FORMATS`; allocates nothing."""
-  module = causal_lm.CausalLM(architecture)
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
-  format = report.format_of(jax.eval_shape(quantize, shapes))
+def format_of(params: PyTree) -> str:
+  """The format of a model's kernels, arrays or shapes, as one of `budget.FORMATS`."""
+  format = report.format_of(params)
   return format if format in budget.BITS else "bf16"
 
 

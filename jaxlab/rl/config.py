@@ -138,6 +138,11 @@ class RLConfig:
     return self.steps * self.iterations * self.minibatches
 
   @property
+  def update_answers(self) -> int:
+    """Answers of one update at most."""
+    return -(-self.groups // self.minibatches) * self.samples
+
+  @property
   def groups(self) -> int:
     """Groups of one update round at most."""
     return self.max_groups or self.prompts

@@ -123,22 +123,24 @@ def _journal(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     yield pathlib.Path(copy)
 
 
+def evaluation_rows(items: int, placement: rules.Placement | None) -> int:
+  """Rows decoded together for so many held-out items: whole ones of every device."""
+  rows, shards = min(EVAL_ROWS, items), 1 if placement is None else rules.row_shards(placement.mesh)
+  return -(-rows // shards) * shards
+
+
 def _score(
   trainer: loop.Trainer, params: PyTree, folder: pathlib.Path, when: str, stop: signals.Interrupt
 ) -> accuracy.Evaluation:
   """Greedy answers to the held-out items, without noise; keeps them in `folder`."""
   trained, _ = weights.partition(params, lora.is_trainable(trainer.config.lora))
-  rows, placement = min(EVAL_ROWS, len(trainer.data.test)), trainer.lm.module.placement
-  if placement is not None:
-    shards = rules.row_shards(placement.mesh)
-    rows = -(-rows // shards) * shards
   config = dataclasses.replace(trainer.config.sampling, temperature=0.0)
   answerer = generation.Answerer(
     loop.make_sampler(trainer.lm, config),
     trainer.lm.tokenizer,
     trainer.source.serving.params(trained),
     model=generation.fingerprint(params),
-    batch_size=rows,
+    batch_size=evaluation_rows(len(trainer.data.test), trainer.lm.module.placement),
     system_prompt=trainer.data.system_prompt,
   )
   with _journal(folder) as kept:

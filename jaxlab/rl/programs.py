@@ -18,7 +18,7 @@ from jaxlab.decode import autoregressive, sampling
 from jaxlab.decode import programs as decode
 from jaxlab.models import zoo
 from jaxlab.nn import weights
-from jaxlab.parallel import plan, rules
+from jaxlab.parallel import advise, plan, rules
 from jaxlab.quant import fp4
 from jaxlab.rl import base, batch, experiment, rollout
 from jaxlab.rl import config as rl_config
@@ -74,10 +74,9 @@ def recipe(
     programs.append(plan.Program("score", rollout.score_step, args, kwargs, float(scored)))
   if evaluates:
     greedy = dataclasses.replace(config.sampling, temperature=0.0)
-    shards = rules.row_shards(mesh)
-    rows = -(-experiment.EVAL_ROWS // shards) * shards  # as `experiment` does
+    rows = experiment.evaluation_rows(experiment.EVAL_ROWS, placement)
     programs += run.rollout("evaluation", greedy, rows, 1, served, in_step=False)
-  formulas = _formulas(architecture, config, base.format_of(architecture, quantize), mesh.size)
+  formulas = _formulas(architecture, config, base.format_of(params), mesh.size)
   return plan.Recipe(programs, resident, formulas)
 
 
@@ -89,8 +88,8 @@ def smaller(
   One change at a time, the cheapest first; then all of them, which ends with 4-bit weights.
   """
   shards = rules.row_shards(mesh)
-  micro_rows = _halves(config.micro_rows or packed_rows(config, shards), shards)
-  prompts = [p for p in _halves(config.prompts, 1) if p * config.samples % shards == 0]
+  micro_rows = advise.halves(config.micro_rows or packed_rows(config, shards), shards)
+  prompts = [p for p in advise.halves(config.prompts, 1) if p * config.samples % shards == 0]
   chunk = {"PolicyGradientConfig.chunk_tokens": 1024}
   remat, four_bit = {"RLConfig.remat": True}, {"quantize.format": "nvfp4"}
   micro = [{"RLConfig.micro_rows": rows} for rows in micro_rows]
@@ -115,8 +114,7 @@ def _packed(quantize: Quantize) -> bool:
 
 def packed_rows(config: rl_config.RLConfig, shards: int = 1) -> int:
   """Rows of the largest batch of an update, as packed for so many parts."""
-  answers = -(-config.groups // config.minibatches) * config.samples
-  rows = -(-answers // config.sequences_per_row)
+  rows = -(-config.update_answers // config.sequences_per_row)
   return -(-rows // shards) * shards
 
 
@@ -152,11 +150,9 @@ class _Run:
   def params(self, quantize: Quantize) -> PyTree:
     """Quantised base and adapters."""
 
-    def make(key):
-      made = self.module.clone(placement=None).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-      return lora.attach(quantize(made), self.config.lora, key)
-
-    shapes = jax.eval_shape(make, self.key)
+    make = lambda params, key: lora.attach(quantize(params), self.config.lora, key)
+    dense = zoo.param_shapes(self.module.clone(placement=None))
+    shapes = jax.eval_shape(make, dense, self.key)
     return plan.place_params(shapes, self.mesh, self.module.config.num_kv_heads)
 
   def batch(self) -> batch.PackedBatch:
@@ -165,7 +161,7 @@ class _Run:
 
     def make():
       packed = batch.largest(
-        -(-c.groups // c.minibatches) * c.samples, per_row=c.sequences_per_row,
+        c.update_answers, per_row=c.sequences_per_row,
         max_prompt=c.max_prompt_tokens, max_answer=c.sampling.max_new_tokens,
         row_multiple=math.lcm(c.micro_rows or 1, rules.row_shards(self.mesh)),
       )  # fmt: skip
@@ -219,12 +215,3 @@ def _formulas(
     "evaluation_prefill": answered, "evaluation_decode": answered,
     "train_step": update, "score": update,
   }  # fmt: skip
-
-
-def _halves(value: int, least: int) -> list[int]:
-  """value / 2, value / 4, ... as long as `least` divides them."""
-  found = []
-  while value % (2 * least) == 0:
-    value //= 2
-    found.append(value)
-  return found

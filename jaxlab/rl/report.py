@@ -8,6 +8,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from jaxlab import plots
 from jaxlab.eval import records
 from jaxlab.io import files
 from jaxlab.rl import rollout
@@ -92,12 +93,7 @@ def curve(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def plot_run(rows: list[dict[str, Any]], folder: pathlib.Path) -> None:
   """One PNG a figure: reward, entropy, noise, mismatch."""
-  import matplotlib  # slow to import, and only wanted at the end
 
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  folder.mkdir(parents=True, exist_ok=True)
   figures = {
     "reward": ("reward", "zero_variance", "truncated"),
     "entropy": ("entropy_rollout", "entropy"),
@@ -106,14 +102,12 @@ def plot_run(rows: list[dict[str, Any]], folder: pathlib.Path) -> None:
     "meter": ("meter/total", "meter/noise", "meter/fp4", "meter/rest"),
   }
   for name, columns in figures.items():
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for column in columns:
-      points = [(r["step"], r[column]) for r in rows if r.get(column) is not None]
-      if points:
-        axes.plot(*zip(*points), label=column)
-    axes.set_xlabel("step")
-    axes.set_title(name)
-    if axes.lines:
-      axes.legend()
-    figure.savefig(folder / f"{name}.png", dpi=120)
-    pyplot.close(figure)
+    with plots.png(folder / f"{name}.png") as axes:
+      for column in columns:
+        points = [(r["step"], r[column]) for r in rows if r.get(column) is not None]
+        if points:
+          axes.plot(*zip(*points), label=column)
+      axes.set_xlabel("step")
+      axes.set_title(name)
+      if axes.lines:
+        axes.legend()

@@ -287,7 +287,7 @@ class RolloutSource:
       per_row=self.config.sequences_per_row,
       max_answer=self.config.sampling.max_new_tokens,
       row_multiple=math.lcm(self.config.micro_rows or 1, shards),
-      most=-(-self.config.groups // self.config.minibatches) * self.config.samples,
+      most=self.config.update_answers,
     )
     return packed if placement is None else rules.shard_rows(packed, placement.mesh)
 

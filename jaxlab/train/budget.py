@@ -88,11 +88,11 @@ def memory_budget(
   heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   per_rank = 2 * (c.width + heads) + 2 * (c.width + kv) + 3 * (c.width + c.mlp_width)
   rows = w.train_sequences * w.train_tokens
-  layer_bytes = w.dtype_bytes * num_linear_weights(c) // c.num_layers if rows else 0
+  layer = num_linear_weights(c) // c.num_layers if rows else 0
   cache_bytes = 2 * c.num_layers * kv * w.dtype_bytes * w.rollout_sequences * w.rollout_tokens
   if c.num_kv_heads % w.head_shards == 0:  # else every device has all KV heads
     cache_bytes //= w.head_shards
-  block_bytes = w.dtype_bytes * rows * (8 * c.width + 6 * c.mlp_width) + layer_bytes
+  block_inputs, block = _blocks(c, rows, layer, w.dtype_bytes)
   logit_bytes = 8 * c.vocab_size // w.head_shards  # of a row
   parts = {
     "weights": weight_bytes(c, format, w.dtype_bytes) // w.kernel_shards,
@@ -100,8 +100,8 @@ def memory_budget(
     "unpacked_copy": w.unpacked_copy * w.dtype_bytes * num_linear_weights(c) // w.kernel_shards,
     "other": w.other_bytes,
     "cache": cache_bytes,
-    "block_inputs": w.dtype_bytes * c.num_layers * rows * c.width,
-    "block": block_bytes // w.head_shards,
+    "block_inputs": block_inputs,
+    "block": block // w.head_shards,
     "logits": logit_bytes * (min(w.chunk_tokens, rows) if rows else w.rollout_sequences),
   }
   lasting = sum(parts[name] for name in ("weights", "adapters", "unpacked_copy", "other"))
@@ -125,9 +125,16 @@ def full_training_bytes(
   c = config
   table = c.vocab_size * c.width
   layer = (parameters - table * (1 if c.tie_embeddings else 2)) // c.num_layers
-  block = dtype_bytes * (tokens * (8 * c.width + 6 * c.mlp_width) + layer) // head_shards
+  block_inputs, block = _blocks(c, tokens, layer, dtype_bytes)
   logits = (8 * min(chunk_tokens, tokens) * c.vocab_size + dtype_bytes * table) // head_shards
-  return 16 * parameters // shards + dtype_bytes * c.num_layers * tokens * c.width + block + logits
+  return 16 * parameters // shards + block_inputs + block // head_shards + logits
+
+
+def _blocks(config: Any, tokens: int, layer_weights: int, dtype_bytes: int) -> tuple[int, int]:
+  """Bytes of training: (inputs of all blocks, activations of one and its kernels unpacked)."""
+  c = config
+  block = tokens * (8 * c.width + 6 * c.mlp_width) + layer_weights
+  return dtype_bytes * c.num_layers * tokens * c.width, dtype_bytes * block
 
 
 def check_model(path: str | os.PathLike[str], work: Work) -> None:
@@ -144,7 +151,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> tuple[causal_lm.CausalL
   Where linears differ, the largest of their formats counts.
   Raises: ValueError for what is not there or not supported.
   """
-  path = assets.demo_model_path() if str(path) == "demo" else pathlib.Path(path)
+  path = assets.model_path(path)
   if not path.exists():
     raise ValueError(
       f"load: {str(path)!r} does not exist. Give a model folder, a .gguf file, or 'demo'."

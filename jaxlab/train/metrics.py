@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import tensorboardX
 import tqdm
 from absl import logging
+
+from jaxlab.parallel import mesh as meshes
 
 FILE = "metrics.jsonl"
 
@@ -30,7 +31,7 @@ class MetricsLog:
 
   def __init__(self, workdir: str | os.PathLike[str], *, restored_step: int = 0):
     self._file = self._events = None
-    if jax.process_index() != 0:
+    if not meshes.leads():
       return
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ class Progress:
   """
 
   def __init__(self, total: int, done: int = 0, *, seconds: float = 10.0):
-    silent = True if jax.process_index() != 0 else None  # None: only where stderr is no terminal
+    silent = None if meshes.leads() else True  # None: only where stderr is no terminal
     self._bar = tqdm.tqdm(total=total, initial=done, unit="step", disable=silent)
     self._plain = self._bar.disable and silent is None
     self._total, self._first, self._seconds = total, done, seconds

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -188,11 +187,10 @@ def abstract_step(
 def formula_bytes(model: Mapping[str, Any], config: train_config.TrainConfig, mesh: Mesh) -> int:
   """The peak of `abstract_step` on a device by `budget.full_training_bytes`."""
   module = zoo.from_config(dict(model), jnp.float32)
-  shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   shards = rules.row_shards(mesh) * mesh.shape["sequence"]
   return budget.full_training_bytes(
     module.config,
-    sum(x.size for x in jax.tree.leaves(shapes)),
+    sum(x.size for x in jax.tree.leaves(zoo.param_shapes(module))),
     shards=mesh.shape["fsdp"] * mesh.shape["tensor"],
     head_shards=mesh.shape["tensor"],
     tokens=(config.micro_rows or config.rows) * config.tokens // shards,
@@ -206,8 +204,8 @@ def read_model_config(path: str) -> dict[str, Any]:
 
   Raises: ValueError for a model that is neither here nor known.
   """
-  if path == "demo" or pathlib.Path(path).exists():
-    return huggingface.load_config(assets.demo_model_path() if path == "demo" else path)
+  if (found := assets.model_path(path)).exists():
+    return huggingface.load_config(found)
   if path in presets.BY_NAME:
     return presets.BY_NAME[path]()
   raise ValueError(
@@ -257,7 +255,8 @@ def run(
     config_text=config_text, stop=stop,
   )  # fmt: skip
   figures = report.figures(workdir, config.rows * config.tokens)
-  sizes = {"trained_parameters": trained, "devices": _devices(trainer.mesh)}
+  devices = 1 if trainer.mesh is None else trainer.mesh.size
+  sizes = {"trained_parameters": trained, "devices": devices}
   return weights.merge(final.trainable, frozen), {**figures, **sizes}
 
 
@@ -276,10 +275,6 @@ def _cast_where_used(objective: step.Objective, dtype: jnp.dtype) -> step.Object
 
 def _row_shards(mesh: Mesh | None) -> int:
   return 1 if mesh is None else rules.row_shards(mesh)
-
-
-def _devices(mesh: Mesh | None) -> int:
-  return 1 if mesh is None else mesh.size
 
 
 def _check_sizes(config: train_config.TrainConfig, module: nn.Module, mesh: Mesh | None) -> None:

@@ -4,9 +4,10 @@ import os
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
 
+from jaxlab import plots
+from jaxlab.parallel import mesh as meshes
 from jaxlab.train import metrics
 
 TAIL = 10  # steps that the last loss is averaged over
@@ -20,7 +21,7 @@ def figures(workdir: str | os.PathLike[str], step_tokens: int) -> dict[str, Any]
   Returns: steps, first loss, mean of the last losses, tokens in all and per second (the median
     step; the first one compiles); {} in other processes, which keep no metrics.
   """
-  if jax.process_index() != 0:
+  if not meshes.leads():
     return {}
   rows = metrics.read(workdir)
   losses = [float(row["loss"]) for row in rows]
@@ -37,15 +38,7 @@ def figures(workdir: str | os.PathLike[str], step_tokens: int) -> dict[str, Any]
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   """The loss of every step as a PNG."""
-  import matplotlib  # slow to import, and only wanted at the end
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-  axes.plot([row["step"] for row in rows], [float(row["loss"]) for row in rows])
-  axes.set_xlabel("step")
-  axes.set_ylabel("loss (nats a token)")
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+  with plots.png(path) as axes:
+    axes.plot([row["step"] for row in rows], [float(row["loss"]) for row in rows])
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")

@@ -11,7 +11,7 @@ import pytest
 from jaxlab.io import huggingface
 from jaxlab.models import causal_lm, zoo
 from jaxlab.nn import stack
-from tests.models import tiny
+from tests.models import cached, tiny
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "goldens" / "causal_lm.npz"
 LOGITS = 1e-4
@@ -57,12 +57,7 @@ def test_cached_decode_is_the_full_forward(llama):
 
 
 def _decode(module, params, tokens, cache):
-  @jax.jit
-  def step(params, tokens, positions, cache):
-    variables = {"params": params}
-    hidden, cache = module.apply(variables, tokens, positions, None, cache, method="hidden")
-    return module.apply(variables, hidden, method="head"), cache
-
+  step = cached.step(module)
   pieces = []
   for start, stop in ((0, 8), (8, 9), (9, 10)):
     positions = jnp.broadcast_to(jnp.arange(start, stop)[None], (2, stop - start))

@@ -13,7 +13,7 @@ from jaxlab.attention import dense
 from jaxlab.io import huggingface
 from jaxlab.models import causal_lm, zoo
 from jaxlab.nn import rotary, stack
-from tests.models import tiny
+from tests.models import cached, tiny
 
 pytestmark = pytest.mark.parity
 LAYER, LOGITS = 1e-5, 1e-4  # of one layer, relative to its largest output; of the logits, absolute
@@ -73,13 +73,7 @@ def test_cached_decode(pair):
   tokens = tiny.tokens()
   expected = tiny.torch_logits(model, tokens)
   cache = causal_lm.init_cache(module.config, 2, 64, jnp.float32, stacked=True)
-
-  @jax.jit
-  def step(params, tokens, positions, cache):
-    variables = {"params": params}
-    hidden, cache = module.apply(variables, tokens, positions, None, cache, method="hidden")
-    return module.apply(variables, hidden, method="head"), cache
-
+  step = cached.step(module)
   starts = np.array([30, 25])  # the second row has decoded less
   positions = np.broadcast_to(np.arange(30)[None], (2, 30))
   positions = np.where(positions < starts[:, None], positions, -1)  # padding writes nothing visible

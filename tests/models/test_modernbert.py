@@ -22,6 +22,7 @@ from jaxlab.nn import rotary, stack, weights
 from jaxlab.objectives import clm
 from jaxlab.quant import fp4
 from jaxlab.train import budget
+from tests.models import cached
 from tests.models import tiny_modernbert as tiny
 
 KINDS = ("encoder", "decoder")
@@ -219,13 +220,7 @@ def test_cached_decode_is_the_full_forward(wide, stacked):
   tokens = tiny.tokens(2, 20)
   expected = forward(module, params, tokens)
   cache = causal_lm.init_cache(module.config, 2, 24, jnp.float32, stacked=stacked)
-
-  @jax.jit
-  def step(params, tokens, positions, cache):
-    variables = {"params": params}
-    hidden, cache = module.apply(variables, tokens, positions, None, cache, method="hidden")
-    return module.apply(variables, hidden, method="head"), cache
-
+  step = cached.step(module)
   starts = np.array([14, 11])
   positions = np.where(np.arange(14)[None] < starts[:, None], np.arange(14)[None], -1)
   logits, cache = step(params, tokens[:, :14], positions, cache.at(jnp.int32(0)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlab.decode import autoregressive
-from jaxlab.models import presets, zoo
+from jaxlab.models import causal_lm, presets, zoo
 from jaxlab.objectives import policy_gradient
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import plan, rules, targets
@@ -235,7 +235,8 @@ def test_an_evaluation_has_whole_rows_of_every_device():
 
 def peaks(settings: config.RLConfig, quantize, architecture) -> tuple[int, int]:
   """Bytes of an update and of a rollout by formula."""
-  format = base.format_of(architecture, quantize)
+  shapes = zoo.param_shapes(causal_lm.CausalLM(architecture))
+  format = base.format_of(jax.eval_shape(quantize, shapes))
   work = base.work(settings, format, 1)
   of = lambda **none: budget.memory_budget(architecture, format, dataclasses.replace(work, **none))
   return of(rollout_sequences=0)["peak"], of(train_sequences=0)["peak"]
