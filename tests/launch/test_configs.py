@@ -19,7 +19,7 @@ import pytest
 from jaxlab import lora
 from jaxlab.data import assets
 from jaxlab.io import huggingface
-from jaxlab.models import presets, zoo
+from jaxlab.models import causal_lm, presets, zoo
 from jaxlab.nn import weights
 from jaxlab.quant import fp4
 from jaxlab.quant import model as quantizer
@@ -113,6 +113,11 @@ def shapes(config: dict, quantize: Callable, adapters: lora.LoRAConfig):
   return jax.eval_shape(make)
 
 
+def format_of(architecture: causal_lm.CausalLMConfig, quantize: Callable) -> str:
+  shapes = zoo.param_shapes(causal_lm.CausalLM(architecture))
+  return base_lib.format_of(jax.eval_shape(quantize, shapes))
+
+
 def count(arrays) -> int:
   return sum(x.size for x in jax.tree.leaves(arrays))
 
@@ -168,7 +173,7 @@ def test_the_official_settings(data_files):
 def test_an_arm_differs_from_the_recipe_where_it_says(arm, kind, data_files):
   [(base, _)] = recipes("configs/qerl/qwen2p5_7b_gsm8k.gin")
   [(c, quantize)] = recipes(f"configs/qerl/arm_{arm}.gin")
-  assert base_lib.format_of(zoo.causal_lm_config(presets.BY_NAME[c.model]()), quantize) == kind
+  assert format_of(zoo.causal_lm_config(presets.BY_NAME[c.model]()), quantize) == kind
   lr = 5e-6 if arm == "bf16_lora" else 1e-5
   optimizer = dataclasses.replace(base.optimizer, lr=lr)
   assert c == dataclasses.replace(base, aqn=None, optimizer=optimizer)
@@ -216,7 +221,7 @@ def test_the_launcher_lets_it_start_on_80_gb(path, data_files):
   """By the budget that every run prints; 16-bit weights of the 32B model are refused."""
   [(c, quantize)] = recipes(path)
   config = zoo.causal_lm_config(presets.BY_NAME[c.model]())
-  kind = base_lib.format_of(config, quantize)
+  kind = format_of(config, quantize)
   with target.use_target("h100"):
     work = base_lib.work(c, kind)
   budget.require_fits(budget.memory_budget(config, kind, work), 80 * 10**9)
