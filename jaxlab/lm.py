@@ -76,7 +76,7 @@ def load(
       SmolLM2-135M-Instruct).
     dtype: of dense parameters; None means float32 on a CPU (16-bit matmuls are slow there) and the
       checkpoint's own elsewhere. The choice is logged.
-    mesh: shards the parameters over it by the library's rules.
+    mesh: shards the parameters over it by the library's rules; the module is told.
   Raises: ValueError for what is not there or not supported; CorruptFile for damaged files.
   """
   name = str(path)
@@ -89,7 +89,7 @@ def load(
     return _load_own(name, path, dtype, mesh)
   config, source = huggingface.load_config(path), huggingface.load_source(path)
   dtype = _choose_dtype(dtype, source, config, name)
-  module = zoo.from_config(config, dtype)
+  module = _on_mesh(zoo.from_config(config, dtype), mesh)
   place = _place(mesh, module.config.num_kv_heads)
   params = huggingface.load_params(path, module, dtype, place=place)
   return LM(module, params, config, huggingface.load_tokenizer(path), name, source)
@@ -116,12 +116,17 @@ def save(lm: LM, path: str | os.PathLike[str]) -> None:
 
 
 def export(
-  lm: LM, folder: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike | None = None
+  lm: LM,
+  folder: str | os.PathLike[str],
+  *,
+  dtype: jax.typing.DTypeLike | None = None,
+  layout: str | None = None,
 ) -> None:
   """Writes a folder that transformers loads, with a receipt of what it should answer there.
 
   As `huggingface.save_pretrained`, plus `receipt.json` and `verify.py`; the receipt is made from
   the written files, so it also checks the export. Needs memory for a second copy of the model.
+  FP4 in other layouts than compressed-tensors gets none: transformers on a CPU cannot check it.
 
   Raises: ValueError for an encoder: there is no answer to be received.
   """
@@ -131,8 +136,9 @@ def export(
       "Use jaxlab.io.huggingface.save_pretrained."
     )
   with exports.new_folder(folder) as part:
-    exports.write_folder(lm, part, dtype=dtype)
-    receipt.write_receipt(part)
+    exports.write_folder(lm, part, dtype=dtype, layout=layout)
+    if (layout or exports.source_layout(lm)) in (None, "compressed_tensors"):
+      receipt.write_receipt(part)
 
 
 def _load_own(name, path, dtype, mesh) -> LM:
@@ -142,7 +148,7 @@ def _load_own(name, path, dtype, mesh) -> LM:
   if dtype is not None:
     params = _cast_dense(params, dtype)
   config = huggingface.load_config(path)
-  module = zoo.from_config(config, dtype or jnp.dtype(meta["dtype"]))
+  module = _on_mesh(zoo.from_config(config, dtype or jnp.dtype(meta["dtype"])), mesh)
   if mesh is not None:
     params = weights.map_leaves(_place(mesh, module.config.num_kv_heads), params)
   source = huggingface.Source(path, **meta["source"])
@@ -168,6 +174,13 @@ def _choose_dtype(dtype, source: huggingface.Source, config: Mapping[str, Any], 
   why = "as asked" if dtype else "float32 on a CPU" if platform == "cpu" else "as in the checkpoint"
   logging.info("load: %s, dense parameters in %s (%s)", name, chosen, why)
   return chosen
+
+
+def _on_mesh(module: zoo.Model, mesh: jax.sharding.Mesh | None) -> zoo.Model:
+  """The module that knows its mesh: kernels of custom code are run on each device's part."""
+  if mesh is None:
+    return module
+  return module.clone(placement=rules.Placement(mesh, module.config.num_kv_heads))
 
 
 def _place(mesh: jax.sharding.Mesh | None, num_kv_heads: int):

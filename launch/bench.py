@@ -1,10 +1,12 @@
-"""Measures speed as ratios against named baselines, by interleaved pairs in one process.
+"""Measures speed as ratios against named baselines, and accuracy as differences from them.
 
-Writes result.json ({"rows": [...]}), table.md and plots/ratios.png.
+Speed is by interleaved pairs in one process. Writes result.json ({"rows": [...]}), table.md and
+plots/. Suites that take long keep what they have measured in WORKDIR: a rerun goes on there.
 
-python -m launch.bench --gin_file=configs/bench/decode.gin --workdir=runs/bench"""
+python -m launch.bench --gin_file=configs/bench/decode.gin --workdir=runs/bench
+python -m launch.bench --gin_file=configs/bench/fp4_accuracy.gin"""
 
-import tabulate
+import inspect
 
 from jaxlab.bench import report
 from launch import common, registry
@@ -18,11 +20,11 @@ def main(run: common.Run) -> dict:
   run.start(resumes=False)
   rows = []
   for suite in config.suites:
-    rows += suite()
-    print(tabulate.tabulate(report.short(rows), headers="keys", floatfmt=".3g"), flush=True)
-  table = tabulate.tabulate(report.short(rows), headers="keys", floatfmt=".3g", tablefmt="github")
-  common.write_atomically(run.workdir / "table.md", table + "\n")
-  report.plot(rows, run.workdir / "plots" / "ratios.png")
+    keeps = "workdir" in inspect.signature(suite).parameters
+    rows += suite(workdir=run.workdir) if keeps else suite()
+    print(report.tables(rows), flush=True)
+  common.write_atomically(run.workdir / "table.md", report.tables(rows, "github") + "\n")
+  report.plot(rows, run.workdir / "plots")
   return {"rows": rows}
 
 

@@ -214,8 +214,8 @@ def help_text(verb: str, doc: str, values: flags.FlagValues, arguments: str) -> 
   lines += [doc.strip(), "", "Flags:"]
   for name in values:
     default = f" [{values[name].default}]" if values[name].default not in (None, [], "") else ""
-    start = f"  --{name}".ljust(20)
-    lines += textwrap.wrap(f"{start}{values[name].help}{default}", 80, subsequent_indent=" " * 20)
+    start = f"  --{name}".ljust(22)
+    lines += textwrap.wrap(f"{start}{values[name].help}{default}", 80, subsequent_indent=" " * 22)
   return "\n".join(lines)
 
 

@@ -1,89 +1,95 @@
-"""Writes a model with 4-bit weights, rounded to nearest.
+"""Writes a model with 4-bit weights.
 
-quantize.format = 'nvfp4' writes a compressed-tensors folder that transformers and vLLM load (and
-jaxlab); 'mxfp4', 'nf4' and 'bf16' write a checkpoint that only jaxlab loads.
+Rounded to nearest: quantize.format = 'nvfp4', 'mxfp4', 'nf4' or 'bf16'. Calibrated on a text, block
+by block: PTQConfig.method = @mr_gptq() (or @gptq(), @rtn_hadamard(), @rtn(), @MRGPTQConfig()); the
+same command takes up what an interrupted run had finished.
+--output_format: compressed_tensors, modelopt and fp_quant are folders that other programs load,
+jaxlab is a checkpoint of our own, which holds everything.
 
-python -m launch.quantize --model=demo --output=DIR --gin_bindings="quantize.format='nvfp4'" """
+python -m launch.quantize --gin_file=configs/mr_gptq/smollm2_cpu.gin --model=demo --output=DIR"""
 
 import pathlib
+import resource
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from absl import flags
+from absl import flags, logging
 
-import jaxlab
-from jaxlab import lm as language_model
-from jaxlab.data import assets
-from jaxlab.io import huggingface, names, orbax
+from jaxlab.io import stream
 from jaxlab.models import causal_lm, zoo
 from jaxlab.quant import by_group, fp4, report
+from jaxlab.quant import scales as scale_rules
 from jaxlab.train import budget
-from launch import common, model, registry
+from launch import calibrated, common, model, packed, registry
+
+STREAM_ABOVE = 4e9  # bytes of a folder that is read matrix by matrix, never as a whole
 
 FLAGS = common.define_flags()
 flags.DEFINE_string("model", None, "Model folder, .gguf file, checkpoint, or 'demo'.", FLAGS)
-flags.DEFINE_string("output", None, "Folder to write; new or empty.", FLAGS)
+packed.define_flags(FLAGS)
 
 
 def main(run: common.Run) -> dict:
-  """Loads, quantises group by group, writes; returns sizes and errors."""
-  quantize = registry.get("quantize")
-  output = _new_folder(run.flags.output)
-  path = model.required(run.flags.model)
-  run.start()
-  # In host memory, which is larger; the work is a pass over the weights, no matter for a GPU.
+  """Loads, quantises, writes; returns sizes and errors."""
+  output, path = packed.new_folder(run.flags.output), model.required(run.flags.model)
+  quantize = calibrated.quantize if registry.mentions(calibrated.ROOT) else _round
+  # In host memory, which is larger; what takes time is placed on other devices by name.
   with jax.default_device(jax.local_devices(backend="cpu")[0]):
-    dtype = stored_dtype(path)
-    work = _work(quantize, path, dtype)
-    # No name here may hold the dense model while its layers are replaced.
-    lm, errors = by_group.quantize_by_group(
-      model.load(path, work=work, dtype=dtype), quantize, model.progress("groups")
-    )
-    layout = write(lm, output)
-  kind, sizes = report.format_of(lm.params), report.sizes(lm.params)
-  print(
-    f"Wrote {output}: {kind}, {layout}.\nLinears {sizes['weight_bytes_bf16'] / 1e6:.1f} MB -> "
-    f"{sizes['weight_bytes'] / 1e6:.1f} MB, {sizes['bits_per_weight']:.2f} bits a weight."
+    figures = quantize(run, path, output)
+  peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  print(f"Peak of host memory: {peak / 1e9:.2f} GB.")
+  return {"model": path, "output": output, "peak_host_bytes": peak} | figures
+
+
+def _round(run: common.Run, path: str, output: pathlib.Path) -> dict:
+  """To nearest, group by group, or matrix by matrix for what is large."""
+  quantize = registry.get("quantize")
+  layout = packed.layout_of(run.flags.output_format, registry.setting("quantize", "format"))
+  run.start()
+  if layout != packed.OWN and packed.folder_bytes(path) > STREAM_ABOVE:
+    return _stream(path, output, layout)
+  dtype = packed.stored_dtype(path)
+  work = _work(quantize, path, dtype)
+  # No name here may hold the dense model while its layers are replaced.
+  lm, errors = by_group.quantize_by_group(
+    model.load(path, work=work, dtype=dtype), quantize, model.progress("groups")
   )
-  figures = {"model": path, "output": output, "format": kind, "layout": layout}
-  return figures | sizes | by_group.summary(errors)
+  return packed.write(lm, output, layout) | by_group.summary(errors)
 
 
-def stored_dtype(path: str) -> str | None:
-  """The dtype of the model's dense tensors: twice its size would buy nothing. None: as `load`."""
-  found = assets.model_path(path)
-  if orbax.is_checkpoint(found / language_model.PARAMS) or not found.exists():
-    return None
-  return huggingface.load_source(found).dtypes.get(names.HUGGING_FACE["embed"])
+def _stream(path: str, output: pathlib.Path, layout: str) -> dict:
+  """A large folder: the peak is one shard of the output and one matrix."""
+  names = ("format", "rule", "search", "activations", "head")
+  format, rule, search, activations, head = (registry.setting("quantize", n) for n in names)
+  if head != "none":
+    raise ValueError(f"quantize.head: {layout} keeps the head dense; got {head!r}. Leave it out.")
+  config, errors = scale_rules.ScaleConfig(rule=rule, search=search), []
 
+  def one(w_IO, amax):
+    amax = amax if format == "nvfp4" else None
+    leaf = fp4.quantize(w_IO, format, scales=config, tensor_amax=amax, activations=activations)
+    if not isinstance(w_IO, jax.core.Tracer):
+      errors.append(float(report.relative_error(w_IO, leaf)))
+    return leaf
 
-def write(lm: jaxlab.LM, output: pathlib.Path) -> str:
-  """Writes the model in the layout that goes with its format; says which."""
-  if report.format_of(lm.params) == "nvfp4":
-    language_model.export(lm, output)
-    return "compressed-tensors, for transformers, vLLM and jaxlab"
-  jaxlab.save(lm, output)
-  return "a checkpoint of jaxlab's own: other programs do not read it"
-
-
-def _new_folder(output: str | None) -> pathlib.Path:
-  """The folder to write, refused before the work rather than after it."""
-  if not output:
-    raise ValueError("--output: must be given: the folder to write. See --help.")
-  path = pathlib.Path(output)
-  if path.exists() and (not path.is_dir() or any(path.iterdir())):
-    raise ValueError(f"--output: must be new or empty; got {output}. Choose another folder.")
-  return path
+  logging.info("%s: matrix by matrix (above %.0f GB)", path, STREAM_ABOVE / 1e9)
+  sizes = stream.quantize_folder(path, output, one, layout, model.progress("blocks"))
+  print(
+    f"Wrote {output}: {format}, {layout}.\n{sizes.matrices} matrices, "
+    f"{sizes.bytes_before / 1e9:.2f} GB -> {sizes.bytes_after / 1e9:.2f} GB."
+  )
+  figures = {"relative_error_mean": sum(errors) / len(errors), "relative_error_max": max(errors)}
+  return {"format": format, "layout": layout} | figures | sizes._asdict()
 
 
 def _work(quantize: Callable, path: str, dtype: str | None) -> budget.Work:
   """Both models are in memory for a while. Shapes alone tell whether the format suits the model."""
   config, _ = budget.describe_checkpoint(path)
-  packed = jax.eval_shape(quantize, zoo.param_shapes(causal_lm.CausalLM(config)))
+  small = jax.eval_shape(quantize, zoo.param_shapes(causal_lm.CausalLM(config)))
   return budget.Work(
     dtype_bytes=jnp.dtype(dtype).itemsize if dtype else budget.default_dtype_bytes(),
-    other_bytes=fp4.weight_bytes(packed)["linears"],
+    other_bytes=fp4.weight_bytes(small)["linears"],
   )
 
 

@@ -30,6 +30,45 @@ TARGETS = {
   "tpu7x": Target("tpu", "TPU7x"),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+  """What kernels are cut by: NVIDIA's compute capability, and the number of multiprocessors."""
+
+  capability: tuple[int, int]
+  multiprocessors: int
+
+
+# By the start of the device kind, the first that fits. Multiprocessors: H100 SXM, H200 and B200 as
+# XLA's descriptions in jaxlab/parallel/targets have them, the others by NVIDIA's data sheets.
+GPUS = {
+  "NVIDIA A100": Gpu((8, 0), 108),
+  "NVIDIA A10": Gpu((8, 6), 72),
+  "NVIDIA GeForce RTX 3090": Gpu((8, 6), 82),
+  "NVIDIA L4 ": Gpu((8, 9), 58),
+  "NVIDIA L40": Gpu((8, 9), 142),
+  "NVIDIA GeForce RTX 4090": Gpu((8, 9), 128),
+  "NVIDIA H100 PCIe": Gpu((9, 0), 114),
+  "NVIDIA H100": Gpu((9, 0), 132),
+  "NVIDIA H200": Gpu((9, 0), 132),
+  "NVIDIA GH200": Gpu((9, 0), 132),
+  "NVIDIA B200": Gpu((10, 0), 148),
+  "NVIDIA GB200": Gpu((10, 0), 148),
+  "NVIDIA GeForce RTX 5090": Gpu((12, 0), 170),
+  "NVIDIA RTX PRO 6000": Gpu((12, 0), 188),
+  "Tesla V100": Gpu((7, 0), 80),
+  "Tesla T4": Gpu((7, 5), 40),
+}
+
+
+def gpu(device: Target) -> Gpu | None:
+  """The GPU behind a target; None for what is none, or is not in the table."""
+  if device.platform != "cuda":
+    return None
+  kind = f"{device.device_kind} "  # "NVIDIA L4 " is no L40
+  return next((found for start, found in GPUS.items() if kind.startswith(start)), None)
+
+
 # A jax context rather than a contextvar: it is thread-local too, and part of jit's cache key, so
 # that a function traced for the CPU is traced again, not reused, inside `use_target("v6e")`.
 _override = jax.make_user_context(default_value=None)

@@ -1,26 +1,76 @@
-"""Rows of a benchmark for people: a short table and a plot of the ratios."""
+"""Rows of a benchmark for people: short tables, a plot of the ratios and one of the losses."""
 
 import pathlib
 from typing import Any
 
+import tabulate
+
 from jaxlab import plots
 
-COLUMNS = ("what", "batch", "tokens_per_s", "baseline", "ratio_to_transformers", "ratio_low",
-           "ratio_high", "tokens_equal", "peak_bytes", "compilations")  # fmt: skip
+Row = dict[str, Any]
+SPEED = ("what", "shape", "format", "head", "batch", "tokens_per_s", "baseline",
+         "ratio_to_transformers", "ratio_low", "ratio_high", "ratio_to_f32", "ratio_to_f32_low",
+         "ratio_to_f32_high", "ratio_to_llama_cpp", "ratio_to_llama_cpp_low",
+         "ratio_to_llama_cpp_high", "ratio_to_dense", "ratio_to_dense_low", "ratio_to_dense_high",
+         "perplexity", "perplexity_f32", "tokens_equal", "peak_bytes", "compilations")  # fmt: skip
+# What a bar shows, and where its quartiles are.
+BARS = {"ratio_to_transformers": "ratio", "ratio_to_f32": "ratio_to_f32",
+        "ratio_to_dense": "ratio_to_dense"}  # fmt: skip
+ACCURACY = ("what", "task", "format", "method", "activations", "n", "perplexity",
+            "perplexity_ratio", "nats_lost", "nats_lost_ci_low", "nats_lost_ci_high", "recovered",
+            "similarity_kept", "similarity_error", "accuracy", "accuracy_lost",
+            "accuracy_lost_ci_low", "accuracy_lost_ci_high")  # fmt: skip
 
 
-def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The columns of the table; a figure that a row does not have stays empty."""
-  return [{name: row.get(name) for name in COLUMNS} for row in rows]
+def tables(rows: list[Row], style: str = "simple") -> str:
+  """A table for speeds and one for each kind of accuracy, of the columns that its rows have."""
+  kinds: dict[str, list[Row]] = {}
+  for row in rows:
+    kinds.setdefault("speed" if _is_speed(row) else row["what"], []).append(row)
+  made = []
+  for kind, group in kinds.items():
+    columns = SPEED if kind == "speed" else ACCURACY
+    there = [name for name in columns if any(row.get(name) is not None for row in group)]
+    short = [{name: row.get(name) for name in there} for row in group]
+    made.append(tabulate.tabulate(short, headers="keys", floatfmt=".4g", tablefmt=style))
+  return "\n\n".join(made)
 
 
-def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+def plot(rows: list[Row], folder: pathlib.Path) -> None:
+  """Draws what there are rows for: `ratios.png` of speeds, `nats_lost.png` of quantised models."""
+  speeds = [row for row in rows if any(name in row for name in BARS)]
+  losses = [row for row in rows if row.get("nats_lost") is not None]
+  if speeds:
+    _ratios(speeds, folder / "ratios.png")
+  if losses:
+    _losses(losses, folder / "nats_lost.png")
+
+
+def _is_speed(row: Row) -> bool:
+  return any(name.startswith("ratio") for name in row)
+
+
+def _ratios(rows: list[Row], path: pathlib.Path) -> None:
   """One bar a row: the median ratio with its quartiles; 1 is the baseline."""
-  names = [f"{row['what']}\nbatch {row['batch']}" for row in rows]
-  middle = [row["ratio_to_transformers"] for row in rows]
-  low = [m - row["ratio_low"] for m, row in zip(middle, rows, strict=True)]
-  high = [row["ratio_high"] - m for m, row in zip(middle, rows, strict=True)]
-  with plots.png(path, width=7.0) as axes:
+  parts = ("what", "shape", "format", "head")
+  names = ["\n".join(str(row[p]) for p in parts if p in row) + f"\n{row['batch']}" for row in rows]
+  bars = [next(name for name in BARS if name in row) for row in rows]
+  middle = [row[bar] for row, bar in zip(rows, bars, strict=True)]
+  low = [row[bar] - row[f"{BARS[bar]}_low"] for row, bar in zip(rows, bars, strict=True)]
+  high = [row[f"{BARS[bar]}_high"] - row[bar] for row, bar in zip(rows, bars, strict=True)]
+  with plots.png(path, width=max(7.0, 0.9 * len(rows))) as axes:
     axes.bar(names, middle, yerr=(low, high), capsize=4)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylabel("times the baseline's speed")
+
+
+def _losses(rows: list[Row], path: pathlib.Path) -> None:
+  """One bar a quantised model: nats lost a token, with the interval; 0 is the model as it was."""
+  names = [f"{row['format']} {row['activations']}\n{row['method']}" for row in rows]
+  lost = [row["nats_lost"] for row in rows]
+  bounds = ("nats_lost_ci_low", "nats_lost_ci_high")
+  errors = [[abs((row[b] or m) - m) for row, m in zip(rows, lost, strict=True)] for b in bounds]
+  with plots.png(path, width=max(7.0, 0.9 * len(rows))) as axes:
+    axes.bar(names, lost, yerr=errors, capsize=4)
+    axes.tick_params(axis="x", labelrotation=60)
+    axes.set_ylabel("nats a token lost")

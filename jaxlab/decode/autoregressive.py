@@ -24,7 +24,7 @@ from jaxlab import noise as aqn
 from jaxlab.attention import cache as kv
 from jaxlab.decode import sampling
 from jaxlab.models import causal_lm, zoo
-from jaxlab.nn import pytree
+from jaxlab.nn import pytree, weights
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 
@@ -264,9 +264,9 @@ def _prefix_cache(sampler: Sampler, variables, tokens_BP, prefix: int) -> kv.KVC
   params = variables["params"]
   stacked = not isinstance(params["layers"], list)
   rows = 1 if prefix else b
-  cache = causal_lm.init_cache(
-    sampler.module.config, rows, p, params["embed"].dtype, stacked=stacked
-  )
+  embed = params["embed"]
+  dtype = jnp.float32 if isinstance(embed, weights.Int8Array) else embed.dtype
+  cache = causal_lm.init_cache(sampler.module.config, rows, p, dtype, stacked=stacked)
   if not prefix:
     return _placed(cache, sampler.module.placement)
   _, cache = sampler.module.apply(

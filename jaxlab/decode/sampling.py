@@ -79,12 +79,20 @@ def draw(
   logp_NV = jax.nn.log_softmax(logits_NV / (config.temperature or 1.0), axis=-1)
   kept_NV = truncate(logp_NV, config) if config.truncated else logp_NV
   if config.temperature == 0:
-    token_N = jnp.argmax(logits_NV, axis=-1)
+    token_N = _first_largest(logits_NV)
   else:
     token_N = invert(kept_NV, jax.vmap(jax.random.uniform)(key_N))
   pick = lambda table: jnp.take_along_axis(table, token_N[:, None], axis=-1)[:, 0]
   entropy_N = -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
   return Draw(token_N.astype(jnp.int32), pick(logp_NV), pick(kept_NV), entropy_N)
+
+
+def _first_largest(x_NV: Float32[Array, "N V"]) -> Int[Array, "N"]:
+  """argmax by two plain reductions: on a CPU XLA's takes ten times as long (0.2 ms for V = 49152,
+  a twentieth of a small model's step)."""
+  top_N1 = jnp.max(x_NV, axis=-1, keepdims=True)
+  index_1V = jnp.arange(x_NV.shape[-1])[None]
+  return jnp.min(jnp.where(x_NV == top_N1, index_1V, x_NV.shape[-1] - 1), axis=-1)
 
 
 def truncate(logp_NV: Float32[Array, "N V"], config: SamplingConfig) -> Float32[Array, "N V"]:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jaxtyping import Array, Key
@@ -17,6 +19,7 @@ from jaxlab.decode import autoregressive, sampling
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.nn import stack, weights
 from pallas_kernels import target
+from pallas_kernels.fp4_gemm import cpu
 
 PyTree = Any
 Prompt = str | Sequence[Mapping[str, Any]]  # text as it is, or messages for the chat template
@@ -101,23 +104,48 @@ def _encode_text(tokenizer: tokenizers.Tokenizer, prompt: str) -> list[int]:
 
 
 def serving_params(params: PyTree) -> PyTree:
-  """Parameters as decoding wants them: on a CPU a dense list of layers, elsewhere as they are.
+  """Parameters as decoding wants them: on a CPU made for speed, elsewhere as they are.
 
-  On a CPU a packed product takes 1.2 to 1.8 times a dense one (float32; fp4_gemm/README.md), and a
-  list of layers decodes 1.8 to 2.1 times faster than a stack; both cost memory, so it is logged.
+  On a CPU FP4 kernels stay packed where native code multiplies them (`fp4_gemm/cpu.py`), with all
+  bits of the activations: one row takes a quarter of the dense model's time, 32 rows four fifths,
+  and int8 activations gain too little beside AVX-512 to be the rule (configs/bench/fp4_decode.gin).
+  Without native code they are unpacked: XLA's packed product takes 1.2 to 1.8 times a dense one.
+  Dense kernels and adapters want a list of layers, which decodes 1.8 to 2.1 times faster than a
+  stack. All that copies is logged. An int8 head is the user's choice: `quant.int8.quantize_head`.
   """
   if target.current_target().platform != "cpu":
     return params
-  leaves = weights.leaf_paths(params).values()
-  packed = any(weights.is_packed(w.base if isinstance(w, weights.LoRA) else w) for w in leaves)
-  if isinstance(params["layers"], list) and not packed:
+  layers = jax.tree.leaves(params["layers"], is_leaf=weights.is_leaf)
+  has_dense = any(not weights.is_packed(w) and _is_matrix(w) for w in layers)
+  packed = [w for w in jax.tree.leaves(params, is_leaf=weights.is_packed) if weights.is_packed(w)]
+  unpack = not all(map(_is_native, packed))
+  if not unpack and (isinstance(params["layers"], list) or not has_dense):
     return params
-  what = "an unpacked, unstacked" if packed else "an unstacked"
+  what = "an unpacked, unstacked" if unpack else "an unstacked"
   logging.log_first_n(
     logging.INFO, "serving_params: this is a CPU, so decoding uses %s copy of the weights.", 1, what
   )
   params = stack.unstack(params)  # first: one layer at a time is unpacked
-  return weights.densify(params, params["embed"].dtype) if packed else params
+  embed = params["embed"]
+  dtype = jnp.float32 if isinstance(embed, weights.Int8Array) else embed.dtype
+  dense = lambda w: weights.dense(w, dtype) if weights.is_packed(w) and not _is_native(w) else w
+  # A packed embedding is a kernel [D, V].
+  embed = embed if dense(embed) is embed else dense(embed).T
+  return jax.tree.map(dense, params, is_leaf=weights.is_packed) | {"embed": embed}
+
+
+def _is_matrix(w: Any) -> bool:
+  """True for what a loop over a stack copies out at every token, gains and biases apart."""
+  return weights.is_leaf(w) or w.ndim > 2
+
+
+def _is_native(w: Any) -> bool:
+  """True for a packed kernel that native code multiplies; asking compiles it, once."""
+  if isinstance(w, weights.Int8Array):
+    return cpu.why_no_library() is None
+  return isinstance(w, weights.FP4Array) and not cpu.why_not(
+    1, jnp.float32, w.codes.shape, w.format, target.current_target()
+  )
 
 
 def complete(

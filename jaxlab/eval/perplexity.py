@@ -1,8 +1,12 @@
 """Perplexity of a text by non-overlapping windows: exp of the mean negative log-likelihood a token.
 
-A document is cut into windows of W tokens; each window is read on its own and predicts all of its
-tokens but the first (the convention of the quantisation literature; the last, shorter window counts
-too). Figures of other window lengths or tokenizers are other figures. Dims: B windows, T tokens.
+Each window of T tokens is read on its own and predicts all of its tokens but the first. Two ways to
+cut windows:
+  documents   a window never reaches over the end of a document; the last, shorter one counts too
+  joined      documents joined by blank lines, whole windows only: WikiText-2 with windows of 2048,
+              as the quantisation literature reports it (IST-DASLab/FP-Quant, GPTQ)
+Figures of other window lengths, ways or tokenizers are other figures. Two models are compared token
+by token on the same windows (`nats_lost`). Dims: B windows, T tokens, W windows in all.
 """
 
 import dataclasses
@@ -21,12 +25,14 @@ from jaxtyping import Array, Bool, Float32, Int
 from jaxlab import errors
 from jaxlab.decode import text
 from jaxlab.eval import statistics
+from jaxlab.io import tokenizer as tokenizers
 from jaxlab.nn import weights
 from jaxlab.objectives import policy_gradient
 from pallas_kernels import target
 
 PyTree = Any
 CHUNK_TOKENS = 1024  # rows that meet the head at once: 1024 x V float32 logits
+BLANK_LINE = "\n\n"  # between joined documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,7 @@ class PerplexityConfig:
   window: int = 1024  # tokens a window [ours: 2048 is usual for large models]
   batch_size: int = 4  # windows in one forward pass [ours: fits a laptop]
   dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of dense weights; as `load`
+  protocol: Literal["documents", "joined"] = "documents"  # [ours: no text runs into another]
   field: str = "text"  # of the rows of a .jsonl file [ours]
   max_tokens: int | None = None  # read no more of the text than this
 
@@ -73,6 +80,29 @@ class Perplexity:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """A text as a model reads it: right-padded rows, their lengths, and each token's document."""
+
+  tokens_WT: Int[np.ndarray, "W T"]
+  length_W: Int[np.ndarray, "W"]
+  document_WT: Int[np.ndarray, "W T"]
+
+  def clusters(self) -> Int[np.ndarray, "tokens"]:
+    """For each predicted token what it hangs together with: its document, or the window of a text
+    that is a single document."""
+    total, length = self.tokens_WT.shape
+    source_WT = self.document_WT
+    predicted_WT = np.arange(1, length)[None] < self.length_W[:, None]
+    if len(set(source_WT[:, 1:][predicted_WT].tolist())) < 2:
+      source_WT = np.broadcast_to(np.arange(total)[:, None], source_WT.shape)
+    return source_WT[:, 1:][predicted_WT]
+
+  def documents(self) -> int:
+    """How many documents have a token in a window."""
+    return len(set(self.document_WT[np.arange(len(self.length_W)), self.length_W - 1].tolist()))
+
+
 def perplexity(
   lm: Any,
   documents: Sequence[str],
@@ -84,19 +114,13 @@ def perplexity(
 
   Args:
     lm: a `jaxlab.LM`, packed or dense, with or without adapters; computes in its own dtype.
-    documents: texts; a window never reaches over the end of one.
+    documents: texts.
     on_batch: called with (windows done, windows in all).
   Raises: ValueError for a model without tokenizer, a window longer than the context, or texts
-    without two tokens.
+    without two tokens (or one whole window, where they are joined).
   """
-  if config.window > lm.module.config.max_positions:
-    raise ValueError(
-      f"PerplexityConfig.window: must fit the context of {lm.module.config.max_positions} tokens; "
-      f"got {config.window}."
-    )
-  tokenizer = text.require_tokenizer(lm)
-  ids = text.encode_prompts(tokenizer, documents)
-  return perplexity_of_ids(lm.module, lm.params, ids, config, on_batch=on_batch)
+  found = read_windows(lm, documents, config)
+  return _summary(found, token_nll(lm.module, lm.params, found, config, on_batch=on_batch))
 
 
 def perplexity_of_ids(
@@ -107,25 +131,85 @@ def perplexity_of_ids(
   *,
   on_batch: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-  """As `perplexity`, for documents as token ids; one program whatever their lengths."""
-  tokens_WT, length_W, document_W = windows(documents, config.window, config.max_tokens)
-  if target.current_target().platform == "cpu":  # each batch would unpack every layer again
-    params = weights.densify(params, params["embed"].dtype)
+  """As `perplexity`, for documents as token ids, each cut on its own."""
+  found = windows(documents, config.window, config.max_tokens)
+  return _summary(found, token_nll(module, params, found, config, on_batch=on_batch))
+
+
+def read_windows(lm: Any, documents: Sequence[str], config: PerplexityConfig) -> Windows:
+  """The windows of texts as `config` asks; see `perplexity` for what it raises."""
+  if config.window > lm.module.config.max_positions:
+    raise ValueError(
+      f"PerplexityConfig.window: must fit the context of {lm.module.config.max_positions} tokens; "
+      f"got {config.window}."
+    )
+  tokenizer = text.require_tokenizer(lm)
+  if config.protocol == "joined":
+    return joined_windows(tokenizer, documents, config.window, config.max_tokens)
+  ids = text.encode_prompts(tokenizer, documents)
+  return windows(ids, config.window, config.max_tokens)
+
+
+def token_nll(
+  module: Any,
+  params: PyTree,
+  windows: Windows,
+  config: PerplexityConfig = PerplexityConfig(),
+  *,
+  on_batch: Callable[[int, int], None] | None = None,
+) -> Float32[np.ndarray, "tokens"]:
+  """-log p (nats) of every predicted token in order; one program whatever the windows' lengths."""
+  params = evaluation_params(params)
   parts = []
-  total, size = len(tokens_WT), config.batch_size
+  total, size = len(windows.tokens_WT), config.batch_size
   for start in range(0, total, size):
     batch = slice(start, start + size)
-    pad = size - len(tokens_WT[batch])
-    tokens_BT = np.pad(tokens_WT[batch], ((0, pad), (0, 0)))
-    nll_BT, counts_BT = window_nll(module, params, tokens_BT, np.pad(length_W[batch], (0, pad)))
+    pad = size - len(windows.tokens_WT[batch])
+    tokens_BT = np.pad(windows.tokens_WT[batch], ((0, pad), (0, 0)))
+    length_B = np.pad(windows.length_W[batch], (0, pad))
+    nll_BT, counts_BT = window_nll(module, params, tokens_BT, length_B)
     parts.append(np.asarray(nll_BT)[np.asarray(counts_BT)])
     if on_batch:
       on_batch(min(start + size, total), total)
-  many = len(set(document_W.tolist())) > 1
-  clusters = document_W if many else np.arange(total)
-  per_token = np.repeat(clusters, length_W - 1).tolist()
-  nll = statistics.clustered_mean(np.concatenate(parts), per_token)
-  return Perplexity(nll, documents=len(set(document_W.tolist())), windows=total)
+  return np.concatenate(parts)
+
+
+def nats_lost(
+  nll: Float32[np.ndarray, "tokens"],
+  reference: Float32[np.ndarray, "tokens"],
+  windows: Windows,
+) -> statistics.Estimate:
+  """Mean of -log p minus the reference model's, nats a token, on the same tokens (`token_nll`).
+
+  Positive where the model is worse. The pairing takes out how hard each token is, so the interval
+  is far narrower than those of the two perplexities. Clusters: documents.
+  """
+  lost = np.asarray(nll, np.float64) - np.asarray(reference, np.float64)
+  return statistics.clustered_mean(lost, windows.clusters().tolist())
+
+
+def _summary(windows: Windows, nll: Float32[np.ndarray, "tokens"]) -> Perplexity:
+  mean = statistics.clustered_mean(nll, windows.clusters().tolist())
+  return Perplexity(mean, documents=windows.documents(), windows=len(windows.length_W))
+
+
+def evaluation_params(params: PyTree) -> PyTree:
+  """Parameters as many long forward passes want them: on a CPU packed kernels are unpacked once.
+
+  Kernels with FP4 activations (W4A4) stay: their products are not those of the unpacked kernel.
+  """
+  if target.current_target().platform != "cpu":
+    return params
+  dtype = next(w.dtype for w in weights.leaf_paths(params).values() if not weights.is_leaf(w))
+
+  def unpack(w):
+    match w:
+      case weights.FP4Array(activations="none") | weights.NF4Array():
+        return weights.dense(w, dtype)
+      case _:
+        return w
+
+  return jax.tree.map(unpack, params, is_leaf=weights.is_packed)
 
 
 @functools.partial(jax.jit, static_argnames=("module",))
@@ -147,8 +231,8 @@ def window_nll(
 
 def windows(
   documents: Sequence[Sequence[int]], window: int, max_tokens: int | None = None
-) -> tuple[Int[np.ndarray, "W T"], Int[np.ndarray, "W"], Int[np.ndarray, "W"]]:
-  """Right-padded windows, their lengths, and the document of each; none has one token only.
+) -> Windows:
+  """Windows of token ids, each of one document; none has one token only.
 
   Raises: ValueError if nothing is left.
   """
@@ -167,7 +251,36 @@ def windows(
       f"perplexity: needs a text of at least two tokens; got {len(documents)} documents without. "
       "Check the file and its field."
     )
-  return np.stack(rows), np.array(lengths), np.array(sources)
+  tokens_WT = np.stack(rows)
+  document_WT = np.broadcast_to(np.array(sources)[:, None], tokens_WT.shape)
+  return Windows(tokens_WT, np.array(lengths), document_WT)
+
+
+def joined_windows(
+  tokenizer: tokenizers.Tokenizer,
+  documents: Sequence[str],
+  window: int,
+  max_tokens: int | None = None,
+) -> Windows:
+  """Whole windows of the documents joined by blank lines, encoded as one text.
+
+  Raises: ValueError for a text that does not fill one window.
+  """
+  joined = BLANK_LINE.join(documents)
+  (ids,) = text.encode_prompts(tokenizer, [joined])
+  plain = tokenizer.backend.encode(joined, add_special_tokens=False)
+  starts = np.cumsum([0] + [len(d) + len(BLANK_LINE) for d in documents[:-1]])
+  at = np.array([start for start, _ in plain.offsets], np.int64)
+  document = np.searchsorted(starts, at, side="right") - 1
+  document = np.pad(document, (len(ids) - len(document), 0))  # bos tokens go before the first
+  count = min(len(ids), max_tokens or len(ids)) // window
+  if not count:
+    raise ValueError(
+      f"perplexity: joined documents must fill one window of {window} tokens; got "
+      f"{min(len(ids), max_tokens or len(ids))}. Give more text, or shorter windows."
+    )
+  cut = lambda x: np.asarray(x[: count * window]).reshape(count, window)
+  return Windows(cut(ids).astype(np.int32), np.full(count, window), cut(document))
 
 
 def read_documents(path: str, field: str = "text") -> list[str]:

@@ -2,7 +2,7 @@
 
   proportion     Wilson's interval                          wilson
   mean           t interval                                 mean_t
-  clustered      CR1 standard error, t with C - 1 degrees   clustered_mean
+  clustered      CR1 standard error, t with C - 1 degrees   clustered_mean, clustered_ratio
   sampled run    several samples an item, item = cluster    mean_by_item, pass_at_k
   two runs       paired by item id: mean difference, exact  paired_difference
                  McNemar or sign-flip test, smallest effect
@@ -99,6 +99,29 @@ def clustered_mean(
   residual_c = np.bincount([number[c] for c in clusters], weights=x - mean, minlength=count)
   se = math.sqrt(count / (count - 1) * float((residual_c**2).sum())) / x.size
   return _around(mean, se, count - 1, x.size, "cr1", confidence)
+
+
+def clustered_ratio(
+  a: Values, b: Values, clusters: Sequence[Hashable], *, confidence: float = 0.95
+) -> Estimate:
+  """R = mean(a) / mean(b) of values that come in pairs: the delta method on a - R b, clustered.
+
+  For shares of a whole that is itself measured, such as the part of a loss that a method recovers.
+  Raises: ValueError if mean(b) is 0.
+  """
+  x, y = _finite("clustered_ratio", a), _finite("clustered_ratio", b)
+  if len(x) != len(y) or y.mean() == 0:
+    raise ValueError(
+      f"clustered_ratio: needs pairs and a mean(b) that is not 0; got {len(x)} and {len(y)} values "
+      f"and {y.mean():g}."
+    )
+  ratio = float(x.mean() / y.mean())
+  residual = clustered_mean(x - ratio * y, clusters)
+  if residual.se is None:
+    return Estimate(ratio, None, None, x.size, None, "delta_cr1")
+  degrees = len(dict.fromkeys(clusters)) - 1
+  se = residual.se / abs(float(y.mean()))
+  return _around(ratio, se, degrees, x.size, "delta_cr1", confidence)
 
 
 def mean_by_item(samples: Mapping[str, Values], *, confidence: float = 0.95) -> Estimate:

@@ -9,30 +9,32 @@ import collections
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from jaxlab.io import assemble, export, files, fp4_checkpoints, gguf, huggingface, names, orbax
+from jaxlab.io import (
+  assemble,
+  doctor_fp4,
+  export,
+  files,
+  fp4_checkpoints,
+  gguf,
+  gguf_model,
+  huggingface,
+  names,
+  orbax,
+)
 from jaxlab.io import safetensors as st
 from jaxlab.io import tokenizer as tokenizers
+from jaxlab.io.findings import Finding
+from jaxlab.io.findings import attempt as _attempt
 from jaxlab.models import zoo
 
 PARAMS = "params"  # where `jaxlab.save` puts the arrays
-LEVELS = ("ok", "note", "warning", "broken")
-# Largest believable weight. Upside down, a global scale is off by its square, 1e5 or more.
-MAX_WEIGHT = 1e3
-MODELOPT_SCALE = "weight_scale_2"
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>", "</s>")
 PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."})
-
-
-class Finding(NamedTuple):
-  """One line of the report."""
-
-  level: str  # of LEVELS
-  text: str
 
 
 def examine(path: str | os.PathLike[str]) -> list[Finding]:
@@ -49,14 +51,6 @@ def examine(path: str | os.PathLike[str]) -> list[Finding]:
 
 def is_broken(findings: list[Finding]) -> bool:
   return any(f.level == "broken" for f in findings)
-
-
-def _attempt(what: str, make) -> tuple[Any, Finding | None]:
-  """(value, None), or (None, the finding that the user's mistake or the damaged file makes)."""
-  try:
-    return make(), None
-  except ValueError as error:  # CorruptFile is one
-    return None, Finding("broken", f"{what}: {' '.join(str(error).split())}")
 
 
 def _own_check(folder: pathlib.Path) -> Finding:
@@ -77,14 +71,17 @@ def _folder_checks(folder: pathlib.Path) -> Iterator[Finding]:
     module, problem = _attempt("architecture", lambda: zoo.from_config(config))
     yield problem or Finding("ok", f"architecture: {config['model_type']}, {_size(module)}")
   if tensors:
-    dialect = list(_dialect(tensors, config or {}))
+    yield _format(tensors, config or {})
+    quantization, dialect = doctor_fp4.dialect(tensors, config or {})
     yield from dialect
-    yield from _bits(tensors)
+    yield _bits(tensors)
+    if not is_broken(dialect):
+      yield from doctor_fp4.bits(tensors)
     if module and not is_broken(dialect):
       yield _names(folder, module)
     yield from _tied(tensors, config or {})
     yield from _values(tensors)
-    yield from _scales(tensors)
+    yield from doctor_fp4.scales(tensors, quantization)
   tokenizer, problem = _attempt("tokenizer", lambda: tokenizers.Tokenizer.from_folder(folder))
   if problem:
     yield problem
@@ -115,9 +112,7 @@ def _gguf_checks(path: pathlib.Path) -> Iterator[Finding]:
   expected = names.expand(assemble.parameter_shapes(module), names.GGUF, module.config.num_layers)
   _, problem = _attempt(
     "tensors",
-    lambda: assemble.check_names(
-      expected, file.tensors, path.name, tied=module.config.tie_embeddings
-    ),
+    lambda: gguf_model.check_names(file, expected, tied=module.config.tie_embeddings),
   )
   yield problem or Finding("ok", "tensors: all there, none too many")
   yield Finding(
@@ -149,41 +144,25 @@ def _foreign_code(folder: pathlib.Path, config: Mapping[str, Any]) -> Iterator[F
     yield Finding("note", f"pickles: {pickles[0]} and the like are never opened.")
 
 
-def _dialect(tensors: st.SafetensorsFolder, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _format(tensors: st.SafetensorsFolder, config: Mapping[str, Any]) -> Finding:
   kinds = collections.Counter(str(tensors.shape_dtype(n)[1]) for n in tensors.names())
-  quantization = config.get("quantization_config")
-  dialect = "dense"
-  if quantization:
-    dialect = f"{quantization.get('quant_method')} {quantization.get('format', '')}".strip()
-  yield Finding("ok", f"format: safetensors, {dialect}, tensors {_counts(kinds)}")
-  if quantization:
-    _, problem = _attempt(
-      "quantization_config", lambda: fp4_checkpoints.parse_quantization_config(quantization)
-    )
-    if problem:
-      yield problem
-  scaled = [n for n in tensors.names() if n.endswith(MODELOPT_SCALE)]
-  if scaled:
-    yield Finding(
-      "broken", f"scales: {scaled[0]} is ModelOpt's layout (a multiplier), not ours yet."
-    )
-  has_codes = any(n.endswith(f".{fp4_checkpoints.PACKED}") for n in tensors.names())
-  if has_codes and not quantization:
-    yield Finding("broken", "config.json: there are packed weights but no quantization_config.")
-  if quantization and not has_codes and not scaled:
-    yield Finding("broken", "config.json: there is a quantization_config but no packed weight.")
+  dialect = doctor_fp4.name_of(tensors, config)
+  return Finding("ok", f"format: safetensors, {dialect}, tensors {_counts(kinds)}")
 
 
-def _bits(tensors: st.SafetensorsFolder) -> Iterator[Finding]:
+def _bits(tensors: st.SafetensorsFolder) -> Finding:
+  """Of the whole folder: parameters are what codes stand for and dense tensors hold."""
+  packed = fp4_checkpoints.packed_names(tensors)
   count = stored = 0
   for name in tensors.names():
-    shape, _ = tensors.shape_dtype(name)
     stored += tensors.raw(name).nbytes
-    if name.endswith(f".{fp4_checkpoints.PACKED}"):
-      count += 2 * int(np.prod(shape))
-    elif not name.endswith(("_scale", MODELOPT_SCALE)):
-      count += int(np.prod(shape))
-  yield _bits_line(count, stored)
+    module, _, part = name.rpartition(".")
+    size = int(np.prod(tensors.shape_dtype(name)[0]))
+    if name.endswith("_blocks") or (module in packed and part in fp4_checkpoints.CODES):
+      count += 2 * size
+    elif not (module in packed and part in doctor_fp4.FP4_PARTS) and not name.endswith("_scales"):
+      count += size
+  return _bits_line(count, stored)
 
 
 def _bits_line(count: int, stored: int) -> Finding:
@@ -232,38 +211,6 @@ def _values_line(bad: list[str]) -> Finding:
   if bad:
     return Finding("broken", f"values: {len(bad)} tensors are not finite, such as {bad[0]}.")
   return Finding("ok", "values: all finite")
-
-
-def _scales(tensors: st.SafetensorsFolder) -> Iterator[Finding]:
-  """FP4: the three tensors of each linear, finite, and the global scale a divisor."""
-  packed = [n for n in tensors.names() if n.endswith(f".{fp4_checkpoints.PACKED}")]
-  if not packed:
-    return
-  there = set(tensors.names())
-  largest = {}
-  for name in packed:
-    linear = name.removesuffix(f".{fp4_checkpoints.PACKED}")
-    parts = [f"{linear}.{p}" for p in (fp4_checkpoints.PACKED, fp4_checkpoints.SCALE)]
-    parts.append(f"{linear}.{fp4_checkpoints.GLOBAL_SCALE}")
-    own = {part: tensors.read(part) for part in parts if part in there}
-    leaf, problem = _attempt(
-      "scales", lambda own=own: fp4_checkpoints.from_compressed_tensors(own, str(tensors.path))
-    )
-    if problem:
-      yield problem
-      return
-    largest[linear] = 6 * float(leaf.scale.astype(np.float32).max()) / float(leaf.tensor_scale)
-  linear = max(largest, key=largest.get)
-  if largest[linear] > MAX_WEIGHT:
-    yield Finding(
-      "broken",
-      f"scales: the largest weight of {linear} would be {largest[linear]:.3g}. Its global scale is "
-      "a multiplier (ModelOpt's convention); compressed-tensors stores the divisor.",
-    )
-  else:
-    yield Finding(
-      "ok", f"scales: {len(packed)} linears, divisors, largest weight {largest[linear]:.3g}"
-    )
 
 
 def _generation(folder: pathlib.Path) -> Mapping[str, Any]:

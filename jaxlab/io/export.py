@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
-from jaxlab.io import files, fp4_checkpoints, names
+from jaxlab.io import files, fp4_checkpoints, fp4_configs, fp4_layouts, names
 from jaxlab.io import safetensors as st
 from jaxlab.io import tokenizer as tokenizers
+from jaxlab.io.fp4_layouts import Scheme
 from jaxlab.nn import stack, weights
 
 PyTree = Any
@@ -60,12 +60,19 @@ def new_folder(
 
 
 def write_folder(
-  lm: Any, folder: pathlib.Path, *, dtype: jax.typing.DTypeLike | None = None
+  lm: Any,
+  folder: pathlib.Path,
+  *,
+  dtype: jax.typing.DTypeLike | None = None,
+  layout: str | None = None,
 ) -> None:
   """Weights, config and tokenizer into an existing folder; see `huggingface.save_pretrained`."""
   source = lm.source
   template = names.huggingface(lm.config.get("model_type"))
-  tensors = export_tensors(lm.params, source.dtypes, dtype, template)
+  stored = _stored_quantization(lm)
+  linears = packed_linears(lm.params, template, layout, stored)
+  tensors = export_tensors(lm.params, source.dtypes, dtype, template, linears)
+  tensors |= _carried(source, tensors, linears, stored)
   same = source.weight_map is not None and source.weight_map.keys() == tensors.keys()
   st.write_sharded(
     folder,
@@ -76,8 +83,59 @@ def write_folder(
   )
   if same:
     _keep_index(source.path, folder)
-  write_config(_export_config(lm.config, tensors, dtype, same), source.path, folder)
+  config = _with_quantization(lm, linears, _dense_linears(lm.params, template), stored, folder)
+  write_config(_with_dtype(config, dtype), source.path, folder)
   write_tokenizer(lm.tokenizer, source.path, folder)
+
+
+def _stored_quantization(lm: Any) -> fp4_configs.Quantization | None:
+  """What the source's JSON says of its FP4 linears; None for what this library does not read."""
+  try:
+    return fp4_configs.of_folder(lm.source.path, lm.config)
+  except ValueError:  # such as a GPTQ folder that was densified elsewhere: nothing of it is kept
+    return None
+
+
+def source_layout(lm: Any) -> str | None:
+  """The layout of the FP4 linears that a model came from, None where it was dense or other."""
+  stored = _stored_quantization(lm)
+  return stored.layout if stored else None
+
+
+def packed_linears(
+  params: PyTree,
+  template: Mapping[str, str],
+  layout: str | None,
+  stored: fp4_configs.Quantization | None,
+) -> dict[str, tuple[Scheme, int]]:
+  """{module: (how it is written, inputs)} of the FP4 kernels.
+
+  Args:
+    layout: None for that of `stored`, else compressed_tensors.
+  """
+  layout = layout or (stored.layout if stored else "compressed_tensors")
+  return {
+    _module(template, path, layer): (
+      fp4_checkpoints.scheme_to_write(_module(template, path, layer), like, layout, stored),
+      like.shape[0],
+    )
+    for path, layer, like, _ in per_layer(params)
+    if isinstance(like, weights.FP4Array)
+  }
+
+
+def _dense_linears(params: PyTree, template: Mapping[str, str]) -> dict[str, int]:
+  """{module: inputs} of the dense kernels."""
+  return {
+    _module(template, path, layer): like.shape[0]
+    for path, layer, like, _ in per_layer(params)
+    if names.is_transposed(path) and not isinstance(like, weights.FP4Array)
+  }
+
+
+def _module(template: Mapping[str, str], path: str, layer: int | None) -> str:
+  name, _, _ = names.split_part(names.tensor_name(template, path, layer))
+  return name.removesuffix(".weight")
 
 
 def export_tensors(
@@ -85,6 +143,7 @@ def export_tensors(
   dtypes: Mapping[str, str],
   dtype: jax.typing.DTypeLike | None = None,
   template: Mapping[str, str] = names.HUGGING_FACE,
+  linears: Mapping[str, tuple[Scheme, int]] | None = None,
 ) -> dict[str, st.TensorSpec]:
   """{Hugging Face name: tensor to be made}; nothing is computed yet.
 
@@ -93,6 +152,7 @@ def export_tensors(
       entry, else the parameter's own dtype.
     dtype: overrides `dtypes`.
     template: names of the parameters, from `names.huggingface`.
+    linears: from `packed_linears`, needed for FP4 kernels.
   """
   fallback = dtypes.get(template["embed"])
   tensors: dict[str, st.TensorSpec] = {}
@@ -100,16 +160,36 @@ def export_tensors(
     name = names.tensor_name(template, path, layer)
     tensor, _, count = names.split_part(name)
     if isinstance(like, weights.FP4Array) and count == 1:
-      tensors |= _fp4_specs(name.removesuffix(".weight"), like, take)
+      module = name.removesuffix(".weight")
+      tensors |= _fp4_specs(module, like, take, linears[module][0])
     elif weights.is_leaf(like):
       raise ValueError(
-        f"save: {path} must be dense{'' if count > 1 else ' or NVFP4'}; got {type(like).__name__}. "
+        f"save: {path} must be dense{'' if count > 1 else ' or FP4'}; got {type(like).__name__}. "
         "Use lora.merge_adapters or peft.save_adapter for adapters, weights.densify for the rest."
       )
     else:
       kind = np.dtype(dtype or dtypes.get(tensor, fallback) or like.dtype)
       tensors[name] = _dense_spec(name, like.shape, kind, take, names.is_transposed(path))
   return _fuse(tensors)
+
+
+def _carried(
+  source: Any,
+  tensors: Mapping[str, Any],
+  linears: Mapping[str, tuple[Scheme, int]],
+  stored: fp4_configs.Quantization | None,
+) -> dict[str, st.TensorSpec]:
+  """Tensors of the source that no parameter holds, for an export in its own layout."""
+  layouts = {scheme.layout for scheme, _ in linears.values()}
+  lacking = source.dtypes.keys() - tensors.keys()
+  if stored is None or layouts != {stored.layout} or not lacking or not source.path.is_dir():
+    return {}
+  folder = st.SafetensorsFolder(source.path)
+  return {
+    name: st.TensorSpec(*folder.shape_dtype(name), functools.partial(folder.read, name))
+    for name in lacking
+    if name in folder and fp4_checkpoints.is_carried(folder, name, linears)
+  }
 
 
 def _fuse(tensors: Mapping[str, st.TensorSpec]) -> dict[str, st.TensorSpec]:
@@ -169,39 +249,46 @@ def _dense_spec(
 
 
 def _fp4_specs(
-  linear: str, like: weights.FP4Array, take: Callable[[], Any]
+  module: str, like: weights.FP4Array, take: Callable[[], Any], scheme: Scheme
 ) -> dict[str, st.TensorSpec]:
-  shapes = {
-    fp4_checkpoints.PACKED: (like.codes.shape, np.uint8),
-    fp4_checkpoints.SCALE: (like.scale.shape, ml_dtypes.float8_e4m3fn),
-    fp4_checkpoints.GLOBAL_SCALE: ((1,), np.float32),
-  }
-  make = lambda name: fp4_checkpoints.to_compressed_tensors(linear, take())[name]
   return {
-    (name := f"{linear}.{part}"): st.TensorSpec(shape, kind, functools.partial(make, name))
-    for part, (shape, kind) in shapes.items()
+    f"{module}.{suffix}": st.TensorSpec(
+      *fp4_layouts.part_shape(like, scheme, part),
+      lambda part=part: fp4_layouts.make_part(take(), scheme, part),
+    )
+    for part, suffix in fp4_layouts.parts(scheme).items()
   }
 
 
-def _export_config(
-  config: Mapping[str, Any],
-  tensors: Mapping[str, st.TensorSpec],
-  dtype: jax.typing.DTypeLike | None,
-  same: bool,
+def _with_quantization(
+  lm: Any,
+  linears: Mapping[str, tuple[Scheme, int]],
+  dense: Mapping[str, int],
+  stored: fp4_configs.Quantization | None,
+  folder: pathlib.Path,
 ) -> dict[str, Any]:
-  """`config` with the dtype and the quantisation that are written."""
-  config = dict(config)
-  packed = {n.rpartition(".")[0] for n in tensors if n.endswith(fp4_checkpoints.PACKED)}
-  if not packed:
-    config.pop("quantization_config", None)
-  elif not (same and "quantization_config" in config):
-    dense = [n.removesuffix(".weight") for n in tensors if names.is_linear(n)]
-    ignore = sorted({"lm_head", *dense} - packed)
-    config["quantization_config"] = fp4_checkpoints.quantization_config(ignore)
-  if dtype is not None:
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(np.dtype(dtype))
+  """`lm.config` with the quantisation that is written; ModelOpt's own file beside it."""
+  config = dict(lm.config)
+  before = config.pop(fp4_configs.KEY, None)
+  if not linears:
+    return config
+  beside = _source_file(lm.source.path, fp4_configs.MODELOPT_FILE)
+  if before is None and stored is not None and stored.says(linears, dense):
+    _copy(beside, folder / fp4_configs.MODELOPT_FILE)
+    return config
+  config[fp4_configs.KEY] = written = fp4_configs.describe(linears, dense, before)
+  if written != before:
+    fp4_configs.write_beside(written, folder)
+  elif beside is not None:
+    _copy(beside, folder / fp4_configs.MODELOPT_FILE)
   return config
+
+
+def _with_dtype(config: dict[str, Any], dtype: jax.typing.DTypeLike | None) -> dict[str, Any]:
+  if dtype is None:
+    return config
+  key = "torch_dtype" if "torch_dtype" in config else "dtype"
+  return config | {key: str(np.dtype(dtype))}
 
 
 def _source_file(source: pathlib.Path, name: str) -> pathlib.Path | None:

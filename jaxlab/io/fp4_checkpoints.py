@@ -1,205 +1,136 @@
-"""FP4 leaves to and from the tensors of compressed-tensors checkpoints, W4A16 NVFP4. No files here.
+"""FP4 linears of a checkpoint folder: what its JSON says against what its tensors say, and leaves.
 
-Layout `nvfp4-pack-quantized` for a linear X: element = value(code) * weight_scale / g, where
-  X.weight_packed        u8 [out, in/2], even column in the low nibble
-  X.weight_scale         f8_e4m3 [out, in/16]
-  X.weight_global_scale  f32 [1], the divisor g
-Source: neuralmagic/compressed-tensors, compressors/nvfp4 and quant_scheme.py (NVFP4A16).
+Layouts of tensors are in `fp4_layouts.py`, their JSON in `fp4_configs.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+from absl import logging
 
-from jaxlab import errors
-from jaxlab.nn import weights
+from jaxlab.io import fp4_configs, fp4_layouts
+from jaxlab.io import safetensors as st
+from jaxlab.io.fp4_layouts import PARTS, PSEUDO, Packed, Scheme
 
-FORMAT = "nvfp4-pack-quantized"
-BLOCK = 16
-PACKED, SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
-SUPPORTED = f"Supported: compressed-tensors '{FORMAT}' with 16-bit activations (NVFP4A16)."
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp4Config:
-  """What a `quantization_config` says: the leaves' format, which modules have it, which do not."""
-
-  format: str
-  targets: tuple[str, ...]
-  ignore: tuple[str, ...]
+# Tensors that a server needs and we do not: an export in the same layout repeats them.
+CARRIED = re.compile(r".*\.[kv]_scale")
+CODES = frozenset(names["codes"] for names in PARTS.values())
 
 
-def to_compressed_tensors(name: str, w: weights.FP4Array) -> dict[str, np.ndarray]:
-  """The three tensors of one linear; `name` is its module path, e.g. "model.layers.0.mlp.up_proj".
+def packed_names(folder: st.SafetensorsFolder) -> dict[str, str]:
+  """{module: layout} of the linears that have codes, by their tensors alone.
 
-  Raises: ValueError if w is a stack, or anything but W4A16 NVFP4 without a rotation.
+  Of gpt-oss experts the name without `_blocks`.
   """
-  if w.codes.ndim != 2:
-    raise ValueError(
-      f"to_compressed_tensors: {name} must be one matrix; got a stack {w.codes.shape}. "
-      "Write one layer at a time."
-    )
-  kind = (w.format, w.activations, w.rotation)
-  if kind != ("nvfp4", "none", 0):
-    raise ValueError(
-      f"to_compressed_tensors: {name} must be nvfp4, activations none, rotation 0; got {kind}. "
-      f"{SUPPORTED}"
-    )
-  scale = np.asarray(w.tensor_scale, np.float32).reshape(1)
-  divisor = scale if w.scale_is_divisor else np.float32(1) / scale
-  return {
-    f"{name}.{PACKED}": np.asarray(w.codes),
-    f"{name}.{SCALE}": np.asarray(w.scale),
-    f"{name}.{GLOBAL_SCALE}": divisor,
-  }
+  found = {}
+  for name in folder.names():
+    module, _, part = name.rpartition(".")
+    if part in ("weight_packed", "qweight", PSEUDO):
+      if np.prod(folder.shape_dtype(name)[0]):
+        found[module] = "compressed_tensors" if part == "weight_packed" else "fp_quant"
+    elif part == "weight" and str(folder.shape_dtype(name)[1]) == "uint8":
+      found[module] = "modelopt"
+    elif part.endswith("_blocks") and str(folder.shape_dtype(name)[1]) == "uint8":
+      found[name.removesuffix("_blocks")] = fp4_configs.GPT_OSS
+  return found
 
 
-def from_compressed_tensors(
-  tensors: Mapping[str, np.ndarray], file: str = "checkpoint"
-) -> weights.FP4Array:
-  """The leaf of one linear from its three tensors, bytes as they are.
+def schemes(
+  folder: st.SafetensorsFolder,
+  quantization: fp4_configs.Quantization | None,
+  linears: Mapping[str, int],
+) -> dict[str, Scheme]:
+  """{module: how it is stored} of the packed ones among `linears`.
 
   Args:
-    tensors: {"X.weight_packed": ..., "X.weight_scale": ..., "X.weight_global_scale": ...}.
-    file: named in errors.
-  Raises: CorruptFile if one is missing, has another dtype or shape, or a scale is not usable (not
-    finite, negative, or zero over codes that are not); ValueError for tensors of another layout.
+    linears: {module: inputs}.
+  Raises: ValueError where a linear is packed and config.json says it is dense, or the reverse.
   """
-  by_part = {name.rpartition(".")[2]: name for name in tensors}
-  module = next(iter(tensors), "(no tensors)").rpartition(".")[0]
-  unknown = sorted(set(by_part) - {PACKED, SCALE, GLOBAL_SCALE})
-  if unknown or len(by_part) != len(tensors):
-    raise ValueError(
-      f"from_compressed_tensors: one linear has {PACKED}, {SCALE}, {GLOBAL_SCALE}; got also "
-      f"{unknown or sorted(tensors)} for {module}. {SUPPORTED}"
+  packed = packed_names(folder)
+  found = {}
+  for module, inputs in linears.items():
+    scheme = quantization.scheme_of(module, inputs) if quantization else None
+    layout = packed.get(module)
+    if scheme is None and layout is not None:
+      why = f"the config ({quantization.file}) leaves it dense" if quantization else (
+        f"there is no {fp4_configs.KEY} in config.json"
+      )  # fmt: skip
+      raise ValueError(
+        f"load: {folder.path}: {module} is packed ({layout}), but {why}. Fetch the config and the "
+        "weights of one model."
+      )
+    if scheme is not None and layout is None and f"{module}.weight" in folder:
+      raise ValueError(
+        f"load: {folder.path}: {module} is dense, but {quantization.file} says that it is "
+        f"{scheme.format} ({scheme.layout}). Add it to the modules that are left out."
+      )
+    if scheme is not None:
+      found[module] = scheme
+  return found
+
+
+def tensor_names(folder: st.SafetensorsFolder, module: str, scheme: Scheme) -> dict[str, str]:
+  """{suffix: tensor name} of one linear; a tensor that may be missing only if it is there."""
+  names = {suffix: f"{module}.{suffix}" for suffix in fp4_layouts.parts(scheme).values()}
+  optional = PARTS["fp_quant"]["backward"]
+  if optional in names and names[optional] not in folder:
+    del names[optional]
+  return names
+
+
+def is_carried(folder: st.SafetensorsFolder, name: str, packed: Iterable[str]) -> bool:
+  """True for a tensor that no leaf holds: scales of a server's cache, placeholders without data."""
+  module, _, _ = name.rpartition(".")
+  empty = not np.prod(folder.shape_dtype(name)[0])
+  return CARRIED.fullmatch(name) is not None or (empty and module in packed)
+
+
+def read(folder: st.SafetensorsFolder, module: str, scheme: Scheme) -> Packed:
+  """One linear as views of the file.
+
+  Raises: as `fp4_layouts.read`.
+  """
+  names = tensor_names(folder, module, scheme)
+  tensors = {suffix: folder.read(name) for suffix, name in names.items() if name in folder}
+  forward, backward = (tensors.get(PARTS["fp_quant"][part]) for part in ("rotation", "backward"))
+  if backward is not None and forward is not None and not np.array_equal(forward, backward):
+    logging.warning(
+      "%s: the matrix of the backward pass differs from the forward one; it is left out", module
     )
-  for part in (PACKED, SCALE, GLOBAL_SCALE):
-    if part not in by_part:
-      raise errors.CorruptFile(file, f"{module}.{part}", "the tensor must be there; it is missing")
-  codes, scale, divisor = (tensors[by_part[part]] for part in (PACKED, SCALE, GLOBAL_SCALE))
-
-  def damaged(part, rule):
-    return errors.CorruptFile(file, f"{module}.{part}", rule)
-
-  _check_codes(codes, damaged)
-  _check_divisor(divisor, damaged)
-  _check_scale(scale, codes, damaged)
-  # Copies: an array that aliases a mapped file would change when the file does.
-  leaf = (jnp.array(part) for part in (codes, scale, divisor.reshape(())))
-  return weights.FP4Array(*leaf, format="nvfp4", scale_is_divisor=True)
+  return fp4_layouts.read(tensors, scheme, module, str(folder.path))
 
 
-def _check_codes(codes, damaged):
-  if codes.dtype != np.uint8 or codes.ndim != 2 or codes.shape[1] * 2 % BLOCK:
-    raise damaged(
-      PACKED,
-      f"must be uint8 [out, in/2], in a multiple of {BLOCK}; got {codes.dtype} {codes.shape}",
-    )
+def kind(folder: st.SafetensorsFolder, module: str, scheme: Scheme) -> tuple:
+  """`Packed.kind` of a linear without reading its codes."""
+  rotation, matrix = scheme.rotation, None
+  name = f"{module}.{PARTS['fp_quant']['rotation']}"
+  if scheme.layout == "fp_quant" and name in folder:
+    rotation, matrix = fp4_layouts.recognise(folder.read(name))
+  static = scheme.static_acts and scheme.format == "nvfp4"
+  divisor = scheme.layout != "modelopt"
+  return (scheme.format, scheme.activations, rotation, divisor, static, matrix is not None)
 
 
-def _check_divisor(divisor, damaged):
-  if divisor.dtype != np.float32 or divisor.size != 1:
-    raise damaged(GLOBAL_SCALE, f"must be float32 [1]; got {divisor.dtype} {divisor.shape}")
-  value = divisor.reshape(())
-  if not (np.isfinite(value) and value > 0):
-    raise damaged(GLOBAL_SCALE, f"the divisor must be finite and positive; got {value}")
-
-
-def _check_scale(scale, codes, damaged):
-  shape = (codes.shape[0], codes.shape[1] * 2 // BLOCK)
-  if scale.dtype != ml_dtypes.float8_e4m3fn or scale.shape != shape:
-    raise damaged(
-      SCALE,
-      f"must be float8_e4m3fn {shape} for codes {codes.shape}; got {scale.dtype} {scale.shape}",
-    )
-  byte = scale.view(np.uint8)
-  if (byte >= 0x7F).any():  # 0x7f is NaN, the upper half is negative
-    raise damaged(SCALE, f"{int((byte >= 0x7F).sum())} block scales are NaN or negative")
-  # Some writers give an all-zero block a zero scale; over real codes it would erase them.
-  erased = (byte == 0) & ((codes.reshape(*shape, BLOCK // 2) & 0x77) != 0).any(-1)
-  if erased.any():
-    raise damaged(SCALE, f"{int(erased.sum())} block scales are zero over codes that are not")
-
-
-def quantization_config(ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
-  """The `quantization_config` of config.json for W4A16 NVFP4, as transformers and vLLM read it.
+def scheme_to_write(
+  module: str, like: Any, layout: str, stored: fp4_configs.Quantization | None
+) -> Scheme:
+  """How a leaf is stored in `layout`; what the leaf does not tell, as in `stored`.
 
   Args:
-    ignore: modules left dense, by Hugging Face name or "re:" pattern.
+    like: an FP4Array of shapes.
+    stored: of the model's source.
+  Raises: ValueError for what the layout cannot hold.
   """
-  return {
-    "quant_method": "compressed-tensors",
-    "format": FORMAT,
-    "quantization_status": "compressed",
-    "ignore": list(ignore),
-    "config_groups": {
-      "group_0": {
-        "targets": ["Linear"],
-        "format": FORMAT,
-        "input_activations": None,
-        "output_activations": None,
-        "weights": {
-          "num_bits": 4,
-          "type": "float",
-          "strategy": "tensor_group",
-          "group_size": BLOCK,
-          "symmetric": True,
-          "dynamic": False,
-          "scale_dtype": "torch.float8_e4m3fn",
-        },
-      }
-    },
-  }
-
-
-def parse_quantization_config(config: Mapping[str, Any]) -> Fp4Config:
-  """What a `quantization_config` asks for, if this module can read it.
-
-  Raises: ValueError naming the layout and what is supported, for every other layout (ModelOpt,
-    FP-Quant, GPTQ, bitsandbytes, MXFP4, quantised activations or caches, rotations, mixed groups).
-  """
-  method = config.get("quant_method")
-  if method != "compressed-tensors":
-    raise _unsupported("quant_method", method)
-  if config.get("format") != FORMAT:
-    raise _unsupported("format", config.get("format"))
-  for key in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
-    if config.get(key):
-      raise _unsupported(key, config[key])
-  sparsity = config.get("sparsity_config") or {}
-  if sparsity.get("format", "dense") != "dense":
-    raise _unsupported("sparsity_config", sparsity)
-  groups = config.get("config_groups") or {}
-  if not groups:
-    raise _unsupported("config_groups", groups)
-  for name, group in groups.items():
-    _check_group(f"config_groups.{name}", group)
-  targets = tuple(t for group in groups.values() for t in group.get("targets", ()))
-  return Fp4Config("nvfp4", targets, tuple(config.get("ignore") or ()))
-
-
-def _check_group(path, group):
-  if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-    raise _unsupported(path, group)
-  if group.get("format") not in (None, FORMAT):
-    raise _unsupported(f"{path}.format", group["format"])
-  for key in ("input_activations", "output_activations"):
-    if group.get(key) is not None:
-      raise _unsupported(f"{path}.{key}", "quantised activations")
-  wanted = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK}
-  for key, value in wanted.items():
-    if group["weights"].get(key) != value:
-      raise _unsupported(f"{path}.weights.{key}", group["weights"].get(key))
-  if not group["weights"].get("symmetric", True):
-    raise _unsupported(f"{path}.weights.symmetric", False)
-
-
-def _unsupported(key, value):
-  return ValueError(
-    f"parse_quantization_config: {key} is not supported yet; got {value!r}. {SUPPORTED} "
-    "Load the 16-bit checkpoint and run launch.quantize instead."
-  )
+  before = None
+  if stored is not None and stored.layout == layout == "fp_quant":
+    before = stored.scheme_of(module, 2 * like.codes.shape[-1])
+  if before is None or before.format != like.format:
+    return fp4_layouts.scheme_of_leaf(like, layout, module=module)
+  made = fp4_layouts.scheme_of_leaf(
+    like, layout, method=before.method, group_size=before.rotation, pseudo=before.pseudo,
+    module=module,
+  )  # fmt: skip
+  return dataclasses.replace(made, transform=before.transform) if like.rotation else made

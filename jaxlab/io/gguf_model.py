@@ -6,12 +6,14 @@ and "qwen3" files are in our order already.
 Source: llama.cpp convert_hf_to_gguf.py (`LlamaModel.permute`), gguf-py/gguf/constants.py.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
-from jaxlab.io import assemble, gguf, names
+from jaxlab.io import assemble, assemble_packed, fp4_layouts, gguf, gguf_fp4, names
 from jaxlab.models import zoo
 from jaxlab.nn import rotary
 
@@ -75,25 +77,59 @@ def config(file: gguf.GGUFFile) -> dict[str, Any]:
 def load_params(
   file: gguf.GGUFFile, module: Any, dtype: jax.typing.DTypeLike, *, place: assemble.Place
 ) -> Any:
-  """Stacked parameters of `module`, dequantised to `dtype`.
+  """Stacked parameters of `module`: FP4 blocks of kernels stay packed, the rest becomes `dtype`.
 
   Raises: ValueError for a missing, unexpected or misshapen tensor.
   """
   shapes = assemble.parameter_shapes(module)
-  source = str(file.path)
   c = module.config
   expected = names.expand(shapes, names.GGUF, c.num_layers)
-  assemble.check_names(expected, file.tensors, source, tied=c.tie_embeddings)
+  check_names(file, expected, tied=c.tie_embeddings)
   interleaved = file.metadata.get("general.architecture") in names.GGUF_INTERLEAVED
   heads = {"q": c.num_heads, "k": c.num_kv_heads} if interleaved else {}
 
-  def read(name: str) -> np.ndarray:
+  def in_order(name: str, rows: np.ndarray) -> np.ndarray:
     path, _ = expected[name]
-    tensor = file.dequantize(name)
     linear = path.split("/")[1] if names.is_stacked(path) else None
-    return split_half(tensor, heads[linear]) if linear in heads else tensor
+    return split_half(rows, heads[linear]) if linear in heads else rows
 
-  return assemble.fill(shapes, names.GGUF, read, dtype=dtype, place=place, source=source)
+  def read_packed(name: str) -> fp4_layouts.Packed:
+    packed = gguf_fp4.read(file, name)
+    codes, scale = in_order(name, packed.codes), in_order(name, packed.scale)
+    return packed._replace(codes=codes, scale=scale)
+
+  return assemble_packed.load(
+    shapes,
+    names.GGUF,
+    _kinds(file, shapes, c.num_layers),
+    read=lambda name: in_order(name, file.dequantize(name)),
+    read_packed=read_packed,
+    dtype=dtype,
+    place=place,
+    source=str(file.path),
+  )
+
+
+def check_names(file: gguf.GGUFFile, expected: Mapping[str, Any], *, tied: bool) -> None:
+  """As `assemble.check_names`; scales of NVFP4 weights may be there."""
+  scales = gguf_fp4.scale_names(file, expected)
+  if unused := sorted(name for name in scales if name.endswith(gguf_fp4.ACT_SCALE)):
+    logging.warning(
+      "%s: %d activation scales are not used, such as %s", file.path, len(unused), unused[0]
+    )
+  found = {name: None for name in file.tensors if name not in scales}
+  assemble.check_names(expected, found, str(file.path), tied=tied)
+
+
+def _kinds(file: gguf.GGUFFile, shapes: assemble.Shapes, num_layers: int) -> dict[str, list]:
+  """{path: kind of each layer} of the kernels that are in FP4 in some layer."""
+  kinds = {}
+  for path in filter(names.is_transposed, shapes):
+    layers = range(num_layers) if names.is_stacked(path) else (None,)
+    found = [gguf_fp4.kind(file, names.tensor_name(names.GGUF, path, i)) for i in layers]
+    if any(found):
+      kinds[path] = found
+  return kinds
 
 
 def split_half(rows: np.ndarray, num_heads: int) -> np.ndarray:

@@ -1,25 +1,33 @@
 """Hugging Face folders (and GGUF files) to parameters and back.
 
 Import streams one tensor at a time into stacked buffers [L, in, out]. Export writes the names,
-dtypes and shards of the source again, so that an unchanged model comes out byte-equal. NVFP4
-kernels are read and written as compressed-tensors.
+dtypes and shards of the source again, so that an unchanged model comes out byte-equal. FP4 kernels
+are read from compressed-tensors, ModelOpt and FP-Quant folders and written as either.
 """
 
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 from absl import logging
 
-from jaxlab.io import assemble, export, files, fp4_checkpoints, gguf, gguf_model, names
+from jaxlab.io import (
+  assemble,
+  assemble_packed,
+  export,
+  files,
+  fp4_checkpoints,
+  fp4_configs,
+  gguf,
+  gguf_model,
+  names,
+)
 from jaxlab.io import safetensors as st
 from jaxlab.io import tokenizer as tokenizers
-from jaxlab.nn import weights
 
 PyTree = Any
 Template = Mapping[str, str]
@@ -96,7 +104,8 @@ def load_params(
     module: on the model contract, as `config.json` describes it.
     dtype: of dense parameters; packed ones are kept as stored.
     place: (path, kernel of NumPy arrays) -> kernel; default the default device.
-  Returns: nested dicts; compressed-tensors NVFP4 linears are `weights.FP4Array`.
+  Returns: nested dicts; FP4 linears of every layout of `fp4_layouts` are `weights.FP4Array`. Where
+    the layers of one linear differ (mixed precision), "layers" is a list of per-layer dicts.
   Raises: ValueError for a missing, unexpected or misshapen tensor or an unsupported quantisation;
     CorruptFile for damaged files.
   """
@@ -104,21 +113,67 @@ def load_params(
     return gguf_model.load_params(gguf.read_gguf(path), module, dtype, place=place)
   folder = st.SafetensorsFolder(_folder(path))
   config = load_config(path)
-  _check_quantization(config)
+  quantization = fp4_configs.of_folder(folder.path, config)
   template = names.huggingface(config.get("model_type"))
   shapes = assemble.parameter_shapes(module)
-  packed = _packed_paths(folder, shapes, template, module.config.num_layers)
-  expected = _expected_names(shapes, packed, template, module.config.num_layers)
-  found = dict.fromkeys(folder.names())
+  where = names.expand(shapes, template, module.config.num_layers)
+  linears = _linears(where, shapes)
+  packed = fp4_checkpoints.schemes(folder, quantization, linears)
+  _require_whole(packed, template)
+  expected = {name: place for name, place in where.items() if _module(name) not in packed}
+  for linear, scheme in packed.items():
+    own = fp4_checkpoints.tensor_names(folder, linear, scheme)
+    expected |= dict.fromkeys(own.values(), where[f"{linear}.weight"])
+  found = {
+    name: None
+    for name in folder.names()
+    if name in expected or not fp4_checkpoints.is_carried(folder, name, packed)
+  }
   source = str(path)
   assemble.check_names(expected, found, source, tied=module.config.tie_embeddings)
-  dense = {p: s for p, s in shapes.items() if p not in packed}
-  params = assemble.fill(
-    dense, template, names.parts_of(folder.read), dtype=dtype, place=place, source=source
+  return assemble_packed.load(
+    shapes,
+    template,
+    _kinds(folder, packed, where, module.config.num_layers),
+    read=names.parts_of(folder.read),
+    read_packed=lambda name: fp4_checkpoints.read(folder, _module(name), packed[_module(name)]),
+    dtype=dtype,
+    place=place,
+    source=source,
   )
-  for p in packed:
-    assemble.insert(params, p, place(p, _load_fp4(folder, p, template, shapes[p])))
-  return params
+
+
+def _module(name: str) -> str:
+  """'model.layers.3.self_attn.q_proj' for the name of its weight."""
+  return name.removesuffix(".weight")
+
+
+def _linears(where: Mapping[str, tuple], shapes: assemble.Shapes) -> dict[str, int]:
+  """{module: inputs} of the kernels of a model."""
+  return {
+    _module(name): shapes[path][-2] for name, (path, _) in where.items() if path.endswith("/kernel")
+  }
+
+
+def _require_whole(packed: Mapping[str, Any], template: Template) -> None:
+  """Refuses a packed tensor that holds several kernels of ours."""
+  fused = {names.split_part(name)[0] for name in template.values() if "#" in name}
+  for linear in packed:
+    if re.sub(r"\.\d+\.", ".{}.", linear, count=1) + ".weight" in fused:
+      raise ValueError(
+        f"load: {linear} is packed and holds several kernels of ours, which is not supported. Load "
+        "a dense checkpoint."
+      )
+
+
+def _kinds(folder, packed, where, num_layers: int) -> dict[str, list]:
+  """{path: kind of each layer} of the kernels that are packed in some layer."""
+  kinds: dict[str, list] = {}
+  for linear, scheme in packed.items():
+    path, layer = where[f"{linear}.weight"]
+    found = kinds.setdefault(path, [None] * (1 if layer is None else num_layers))
+    found[layer or 0] = fp4_checkpoints.kind(folder, linear, scheme)
+  return kinds
 
 
 def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -131,91 +186,26 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
   return path
 
 
-def _check_quantization(config: Mapping[str, Any]) -> None:
-  if quantization := config.get("quantization_config"):
-    fp4_checkpoints.parse_quantization_config(quantization)
-
-
-def _packed_paths(
-  folder: st.SafetensorsFolder, shapes: assemble.Shapes, template: Template, num_layers: int
-) -> list[str]:
-  """Kernels that the folder holds as FP4, in every layer."""
-  there = set(folder.names())
-  packed = []
-  for path in shapes:
-    if not path.endswith("/kernel"):
-      continue
-    layers = range(num_layers) if names.is_stacked(path) else (None,)
-    linears = [_linear_name(template, path, i) for i in layers]
-    has = [f"{linear}.{fp4_checkpoints.PACKED}" in there for linear in linears]
-    if any(has) and not all(has):
-      dense, fp4 = linears[has.index(False)], linears[has.index(True)]
-      raise ValueError(
-        f"load: {folder.path}: {dense} is dense, but {fp4} is FP4. "
-        "The layers of one linear must all be packed, or none."
-      )
-    if any(has):
-      packed.append(path)
-  return packed
-
-
-def _linear_name(template: Template, path: str, layer: int | None) -> str:
-  """'model.layers.3.self_attn.q_proj'."""
-  return names.tensor_name(template, path, layer).removesuffix(".weight")
-
-
-def _expected_names(
-  shapes: assemble.Shapes, packed: list[str], template: Template, num_layers: int
-) -> dict[str, Any]:
-  parts = (fp4_checkpoints.PACKED, fp4_checkpoints.SCALE, fp4_checkpoints.GLOBAL_SCALE)
-  expected = {}
-  for name, place in names.expand(shapes, template, num_layers).items():
-    if place[0] in packed:
-      linear = name.removesuffix(".weight")
-      expected |= {f"{linear}.{part}": place for part in parts}
-    else:
-      expected[name] = place
-  return expected
-
-
-def _load_fp4(
-  folder: st.SafetensorsFolder, path: str, template: Template, shape: tuple[int, ...]
-) -> weights.FP4Array:
-  """One kernel, stacked where `path` is, on the default device."""
-  *axes, features_in, features_out = shape
-  codes = assemble.aligned_empty((*axes, features_out, features_in // 2), np.uint8)
-  scale = assemble.aligned_empty(
-    (*axes, features_out, features_in // fp4_checkpoints.BLOCK), ml_dtypes.float8_e4m3fn
-  )
-  divisor = assemble.aligned_empty(tuple(axes), np.float32)
-  for index in np.ndindex(*axes):
-    linear = _linear_name(template, path, *(index or (None,)))
-    parts = (fp4_checkpoints.PACKED, fp4_checkpoints.SCALE, fp4_checkpoints.GLOBAL_SCALE)
-    tensors = {f"{linear}.{part}": folder.read(f"{linear}.{part}") for part in parts}
-    leaf = fp4_checkpoints.from_compressed_tensors(tensors, str(folder.path))
-    name = f"{linear}.{fp4_checkpoints.PACKED}"
-    assemble.check_shape(name, leaf.codes.shape, codes[index].shape, str(folder.path))
-    codes[index], scale[index], divisor[index] = leaf.codes, leaf.scale, leaf.tensor_scale
-    for tensor in tensors.values():
-      assemble.release(tensor)
-  parts = map(jax.device_put, (codes, scale, divisor))
-  return weights.FP4Array(*parts, format="nvfp4", scale_is_divisor=True)
-
-
 def save_pretrained(
-  lm: Any, folder: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike | None = None
+  lm: Any,
+  folder: str | os.PathLike[str],
+  *,
+  dtype: jax.typing.DTypeLike | None = None,
+  layout: str | None = None,
 ) -> None:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
   A model that was loaded and not changed comes out byte-equal (names, dtypes, shards, config,
-  tokenizer files). NVFP4 kernels are written as compressed-tensors `nvfp4-pack-quantized`.
+  tokenizer files).
 
   Args:
     lm: a `jaxlab.LM`: params, config, tokenizer, source.
     folder: must not exist, or be empty.
     dtype: of dense tensors; None repeats the source's (float32 for what a GGUF file holds in
       blocks), or keeps the parameters' own.
+    layout: of FP4 kernels: "compressed_tensors", "modelopt" or "fp_quant"; codes and scales go over
+      as they are. None repeats the source's, or is compressed_tensors.
   Raises: ValueError for adapters, or kernels that the layout cannot hold.
   """
   with export.new_folder(folder) as part:
-    export.write_folder(lm, part, dtype=dtype)
+    export.write_folder(lm, part, dtype=dtype, layout=layout)

@@ -64,6 +64,34 @@ MODERNBERT = MODERNBERT_DECODER | {
   "layers/k/kernel": _LAYER + "attn.Wqkv.weight#1/3",
   "layers/v/kernel": _LAYER + "attn.Wqkv.weight#2/3",
 }
+
+# The bare encoder, as sentence-transformers' models have it (`architectures` BertModel).
+_BERT_LAYER = "encoder.layer.{}."
+BERT = {
+  "embed": "embeddings.word_embeddings.weight",
+  "position_embed": "embeddings.position_embeddings.weight",
+  "type_embed": "embeddings.token_type_embeddings.weight",
+  "embed_norm/gain": "embeddings.LayerNorm.weight",
+  "embed_norm/bias": "embeddings.LayerNorm.bias",
+  "pooler/kernel": "pooler.dense.weight",
+  "pooler/bias": "pooler.dense.bias",
+  "layers/q/kernel": _BERT_LAYER + "attention.self.query.weight",
+  "layers/q/bias": _BERT_LAYER + "attention.self.query.bias",
+  "layers/k/kernel": _BERT_LAYER + "attention.self.key.weight",
+  "layers/k/bias": _BERT_LAYER + "attention.self.key.bias",
+  "layers/v/kernel": _BERT_LAYER + "attention.self.value.weight",
+  "layers/v/bias": _BERT_LAYER + "attention.self.value.bias",
+  "layers/o/kernel": _BERT_LAYER + "attention.output.dense.weight",
+  "layers/o/bias": _BERT_LAYER + "attention.output.dense.bias",
+  "layers/attn_norm/gain": _BERT_LAYER + "attention.output.LayerNorm.weight",
+  "layers/attn_norm/bias": _BERT_LAYER + "attention.output.LayerNorm.bias",
+  "layers/up/kernel": _BERT_LAYER + "intermediate.dense.weight",
+  "layers/up/bias": _BERT_LAYER + "intermediate.dense.bias",
+  "layers/down/kernel": _BERT_LAYER + "output.dense.weight",
+  "layers/down/bias": _BERT_LAYER + "output.dense.bias",
+  "layers/mlp_norm/gain": _BERT_LAYER + "output.LayerNorm.weight",
+  "layers/mlp_norm/bias": _BERT_LAYER + "output.LayerNorm.bias",
+}
 _ELSEWHERE = {"model.layers.0.attn_norm.weight": "model.embeddings.norm.weight"}
 
 # llama.cpp's `gguf-py/gguf/constants.py`, architectures llama, qwen2 and qwen3.
@@ -95,7 +123,10 @@ GGUF = {
 TIED = {template["head/kernel"] for template in (HUGGING_FACE, MODERNBERT, GGUF)}
 
 # Buffers that old versions of transformers saved and every reader recomputes.
-IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)|rope_freqs\.weight")
+IGNORED = re.compile(
+  r".*\.(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)|rope_freqs\.weight"
+  r"|embeddings\.position_ids"
+)
 
 # The architectures whose GGUF files hold q and k rows in interleaved rotary order.
 GGUF_INTERLEAVED = ("llama",)
@@ -105,7 +136,7 @@ _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 
 def huggingface(model_type: str | None) -> Mapping[str, str]:
   """The template of a `config.json`'s `model_type`."""
-  own = {"modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT_DECODER}
+  own = {"modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT_DECODER, "bert": BERT}
   return own.get(model_type, HUGGING_FACE)
 
 

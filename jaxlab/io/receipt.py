@@ -53,6 +53,8 @@ for name, digest in receipt["sha256"].items():
 model = transformers.AutoModelForCausalLM.from_pretrained(here, dtype="auto").eval()
 model(torch.tensor([[0]]))  # packed weights are decoded at the first call
 torch.nn.Module.float(model)  # exact: the receipt is float32 arithmetic on the stored numbers
+for module in model.modules():
+  module.quantization_enabled = False  # weights are compared, activations are not rounded
 for row in receipt["prompts"]:
   ids = torch.tensor([row["ids"] + row["greedy"]])
   with torch.no_grad():
@@ -94,7 +96,8 @@ def write_receipt(
     "prompts": rows,
     "sha256": {p.name: _sha256(p) for p in sorted(folder.glob("*.safetensors"))},
     "tolerance": TOLERANCE,
-    "numerics": "float32 arithmetic on the weights as written (packed ones decoded to bfloat16)",
+    "numerics": "float32 arithmetic on the weights as written (packed ones decoded to bfloat16), "
+    "activations not rounded",
   }
   (folder / RECEIPT).write_text(json.dumps(receipt, indent=1, ensure_ascii=False) + "\n", "utf-8")
   (folder / VERIFY).write_text(VERIFIER, "utf-8")
@@ -106,12 +109,21 @@ def as_served(w: Any) -> Any:
 
   Our own order is (q * s) / g. Exact ties between two bfloat16 are common (weights and e4m3 scales
   have few bits), so the last float32 bit decides; XLA's division would change it, NumPy's is exact.
+  Rotations are undone afterwards. Activations are not rounded, here or by the verifier: the last
+  bit of a weight would move numbers across rounding steps, and right copies would differ.
   """
   if not isinstance(w, weights.FP4Array):
     return w
-  scale = np.asarray(codec.decode_scale(w.scale)) / np.asarray(w.tensor_scale)[..., None, None]
+  tensor_scale = np.asarray(w.tensor_scale)[..., None, None]
+  divisor = tensor_scale if w.scale_is_divisor else np.float32(1) / tensor_scale
+  scale = np.asarray(codec.decode_scale(w.scale)) / divisor
   values = codec.scale_blocks(codec.unpack_codes(w.codes), jnp.asarray(scale))
-  return jnp.swapaxes(values.astype(jnp.bfloat16).astype(jnp.float32), -1, -2)
+  w_OI = values.astype(jnp.bfloat16).astype(jnp.float32)
+  if w.rotation_matrix is not None:
+    w_OI = codec.rotate_by(w_OI, jnp.swapaxes(w.rotation_matrix, -1, -2).astype(jnp.float32))
+  else:
+    w_OI = codec.rotate(w_OI, w.rotation)
+  return jnp.swapaxes(w_OI, -1, -2)
 
 
 def prompt_rows(

@@ -106,6 +106,9 @@ class SafetensorsFolder:
     """Tensor name -> file name; `write_sharded` takes it to write the same files again."""
     return dict(self._shard_of)
 
+  def __contains__(self, name: str) -> bool:
+    return name in self._shard_of
+
   def names(self) -> tuple[str, ...]:
     """All tensor names, in the order of their bytes on disk."""
     return tuple(

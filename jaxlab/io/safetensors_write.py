@@ -87,8 +87,8 @@ def write_sharded(
     groups = _groups_by_size(pairs, max_shard_bytes)
   parts, members, shapes = [], [], {}
   try:
-    for i, group in enumerate(groups):
-      parts.append(files.temporary_name(folder / f"shard-{i:05}"))
+    for group in groups:  # enumerate would hold a shard's arrays while the next one's are made
+      parts.append(files.temporary_name(folder / f"shard-{len(parts):05}"))
       with open(parts[-1], "wb") as f:
         _write(f, group, metadata)
         f.flush()

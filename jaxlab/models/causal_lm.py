@@ -128,7 +128,7 @@ class CausalLM(nn.Module):
     return Block(self.config, self.param_dtype, parent=None)
 
   def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return jnp.take(primitives.beside_layers(self, "embed"), tokens_BT, axis=0)
+    return primitives.lookup(primitives.beside_layers(self, "embed"), tokens_BT)
 
   def hidden(
     self,

@@ -142,7 +142,7 @@ class ModernBert(nn.Module):
 
   def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Rows of the embedding; the norm behind it belongs to the first layer."""
-    return jnp.take(primitives.beside_layers(self, "embed"), tokens_BT, axis=0)
+    return primitives.lookup(primitives.beside_layers(self, "embed"), tokens_BT)
 
   def hidden(
     self,

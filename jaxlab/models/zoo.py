@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlab.models import causal_lm, modernbert
+from jaxlab.models import bert, causal_lm, modernbert
 from jaxlab.nn import rotary
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ENCODER, DECODER = "modernbert", "modernbert-decoder"
 MODERNBERT = (ENCODER, DECODER)
+BERT = "bert"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-Model = causal_lm.CausalLM | modernbert.ModernBert
+Model = causal_lm.CausalLM | modernbert.ModernBert | bert.Bert
 
 
 def from_config(config: dict[str, Any], param_dtype: jax.typing.DTypeLike = jnp.float32) -> Model:
@@ -29,8 +30,10 @@ def from_config(config: dict[str, Any], param_dtype: jax.typing.DTypeLike = jnp.
   family = config.get("model_type")
   if family in MODERNBERT:
     return modernbert.ModernBert(modernbert_config(config), param_dtype)
+  if family == BERT:
+    return bert.Bert(bert_config(config), param_dtype)
   if family not in FAMILIES:
-    raise _unsupported("model_type", family, f"one of {', '.join(FAMILIES + MODERNBERT)}")
+    raise _unsupported("model_type", family, f"one of {', '.join((*FAMILIES, *MODERNBERT, BERT))}")
   return causal_lm.CausalLM(causal_lm_config(config), param_dtype)
 
 
@@ -46,7 +49,7 @@ def causal_lm_config(config: dict[str, Any]) -> causal_lm.CausalLMConfig:
   Raises: ValueError as `from_config`, and for families that `from_config` alone has.
   """
   family = config.get("model_type")
-  if family in MODERNBERT:
+  if family in (*MODERNBERT, BERT):
     raise ValueError(
       f"config.json: for this use model_type must be one of {', '.join(FAMILIES)}; got {family!r}. "
       "Budgets, quantisation and RL do not know it yet; jaxlab.load does."
@@ -120,6 +123,25 @@ def modernbert_config(
     norm_eps=config.get("norm_eps", 1e-5),
     max_positions=_required(config, "max_position_embeddings"),
     tie_embeddings=config.get("tie_word_embeddings", True),
+  )
+
+
+def bert_config(config: dict[str, Any]) -> bert.BertConfig:
+  """The architecture fields of a BERT `config.json`, of the bare encoder."""
+  _refuse(config, "hidden_act", ("gelu",), default="gelu")
+  _refuse(config, "position_embedding_type", ("absolute",), default="absolute")
+  for field in ("is_decoder", "add_cross_attention"):
+    _refuse(config, field, (False,), default=False)
+  _refuse(config, "architectures", (["BertModel"],), default=["BertModel"])
+  return bert.BertConfig(
+    vocab_size=_required(config, "vocab_size"),
+    width=_required(config, "hidden_size"),
+    num_layers=_required(config, "num_hidden_layers"),
+    num_heads=_required(config, "num_attention_heads"),
+    mlp_width=_required(config, "intermediate_size"),
+    token_types=config.get("type_vocab_size", 2),
+    norm_eps=config.get("layer_norm_eps", 1e-12),
+    max_positions=config.get("max_position_embeddings", 512),
   )
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxlab.nn import weights
+from pallas_kernels.fp4_gemm import codec
 
 Dtype = jax.typing.DTypeLike
 
@@ -106,10 +107,18 @@ def project(
   )
 
 
-def tied_logits(
-  rows: Float[Array, "*rows D"], embed_VD: Float[Array, "V D"]
-) -> Float32[Array, "*rows V"]:
-  """Float32 logits of an output matrix that is the embedding."""
+def lookup(embed_VD: Any, tokens: Int[Array, "*shape"]) -> Float[Array, "*shape D"]:
+  """Rows of an embedding, dense or int8 (then as float32)."""
+  if isinstance(embed_VD, weights.Int8Array):
+    codes, scale = embed_VD.codes[tokens], embed_VD.scale[tokens]
+    return codec.scale_blocks(codes.astype(jnp.float32), scale)
+  return jnp.take(embed_VD, tokens, axis=0)
+
+
+def tied_logits(rows: Float[Array, "*rows D"], embed_VD: Any) -> Float32[Array, "*rows V"]:
+  """Float32 logits of an output matrix that is the embedding, dense or int8."""
+  if isinstance(embed_VD, weights.Int8Array):
+    return weights.matmul(rows, embed_VD).astype(jnp.float32)
   embed_VD = embed_VD.astype(rows.dtype)
   flat_MD = rows.reshape(-1, rows.shape[-1])
   # Weight first: with one row the usual order is twenty times slower on a CPU.

@@ -9,17 +9,17 @@ Dims: M flattened rows, I in, O out, R rank; `*stack` is `[L]` for stacked layer
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, UInt8
+from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from jaxlab.nn import pytree
 from pallas_kernels.fp4_gemm import api as fp4_gemm
 from pallas_kernels.fp4_gemm import codec
+from pallas_kernels.int8_head import api as int8_head
 
 PyTree = Any
 
@@ -32,15 +32,17 @@ class FP4Array:
   (`mxfp4`, E8M0 exponent byte); element = e2m1(code) * scale * s, where s is `tensor_scale`, or its
   reciprocal when `scale_is_divisor` (scales are kept as read from the checkpoint). `act_scale`,
   a divisor or multiplier likewise, is the static scale of "fp4" activations, for NVFP4 only.
+  Each `rotation` columns of x are multiplied by the `rotation_matrix`, else by Hadamard's, first.
   """
 
   codes: UInt8[Array, "*stack O I_half"]
   scale: Array  # float8_e4m3fn [*stack, O, I/16] or uint8 [*stack, O, I/32]
   tensor_scale: Float32[Array, "*stack"]
   act_scale: Float32[Array, "*stack"] | None = None
+  rotation_matrix: Float[Array, "*stack g g"] | None = None  # a checkpoint's own, if not Hadamard
   format: str = "nvfp4"
   activations: str = "none"  # "fp4" fake-quantises the other operand (W4A4)
-  rotation: int = 0  # block-Hadamard size applied to the activations; 0 for none
+  rotation: int = 0  # size of the block rotation applied to the activations; 0 for none
   scale_is_divisor: bool = True
 
   @property
@@ -76,6 +78,20 @@ class NF4Array:
   def shape(self) -> tuple[int, ...]:
     *stack, o, half = self.codes.shape
     return (*stack, 2 * half, o)
+
+
+@pytree.pytree()
+class Int8Array:
+  """A kernel in int8 with scales along in: element = codes * scale. For heads, also tied ones: an
+  embedding [V, D] is the kernel [D, V] of the head."""
+
+  codes: Int8[Array, "*stack O I"]
+  scale: Float32[Array, "*stack O k"]  # I / k columns share one
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    *stack, o, i = self.codes.shape
+    return (*stack, i, o)
 
 
 @pytree.pytree(static=("scale",))
@@ -117,8 +133,17 @@ class At:
   index: Int[Array, ""]
 
 
-PACKED = (FP4Array, NF4Array)
-LEAVES = (*PACKED, LoRA, LowRank, At)
+@pytree.pytree(static=("split",))
+class Sharded:
+  """An FP4 kernel, or `At` one of a stack, that lies on a mesh: what a custom kernel must be told,
+  and XLA finds by itself. Made around the layers of a running model, never stored."""
+
+  leaf: Any
+  split: fp4_gemm.Split
+
+
+PACKED = (FP4Array, NF4Array, Int8Array)
+LEAVES = (*PACKED, LoRA, LowRank, At, Sharded)
 
 
 def is_leaf(x: Any) -> bool:
@@ -139,10 +164,11 @@ def matmul(x: Float[Array, "*rows I"], w: Any) -> Float[Array, "*rows O"]:
     case LoRA():
       z_MR = _rows(x) @ w.a.astype(x.dtype)
       return matmul(x, w.base) + _adapter(z_MR, w, x.shape[:-1])
-    case FP4Array():
-      return _fp4(x, w, None)
-    case At(leaf=FP4Array()):
-      return _fp4(x, w.leaf, w.index)
+    case FP4Array() | At(leaf=FP4Array()) | Sharded():
+      (y,) = _fp4(x, [w])
+      return y
+    case Int8Array():
+      return int8_head.int8_head(x, w.codes, w.scale).astype(x.dtype)
     case NF4Array():
       return x @ jnp.swapaxes(_nf4_dense(w, x.dtype), -1, -2)
     case At(leaf=NF4Array()):
@@ -157,23 +183,23 @@ def matmul(x: Float[Array, "*rows I"], w: Any) -> Float[Array, "*rows O"]:
       )
 
 
-def matmul_many(
-  x: Float[Array, "*rows I"], ws: Sequence[Any]
-) -> tuple[Float[Array, "*rows O"], ...]:
+def matmul_many(x: Float[Array, "*rows I"], ws: Sequence[Any]) -> tuple[Float[Array, "..."], ...]:
   """`matmul` of one input with several kernels (q/k/v, gate/up).
 
   Adapters share one thin product x @ [a1 a2 ...] (arXiv 2510.11696 Table 9: from rank 16 to 64 they
-  cost 9-12 % of the decode throughput). What packed bases do to x, a rotation or a rounding, XLA
-  computes once: it merges equal expressions.
+  cost 9-12 % of the decode throughput); packed bases one rotation and one rounding of x.
   """
+  bases = [w.base if isinstance(w, LoRA) else w for w in ws]
+  ys = _fp4(x, bases) if _share_input(bases) else tuple(matmul(x, base) for base in bases)
   if not all(isinstance(w, LoRA) for w in ws):
-    return tuple(matmul(x, w) for w in ws)
-  ranks = [w.a.shape[-1] for w in ws]
-  down = _rows(x) @ jnp.concatenate([w.a.astype(x.dtype) for w in ws], axis=-1)
-  splits = [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)]
-  latents = jnp.split(down, splits, axis=-1)
+    thin = [_rows(x) @ w.a.astype(x.dtype) if isinstance(w, LoRA) else None for w in ws]
+  else:
+    ranks = [w.a.shape[-1] for w in ws]
+    down = _rows(x) @ jnp.concatenate([w.a.astype(x.dtype) for w in ws], axis=-1)
+    thin = jnp.split(down, [sum(ranks[: i + 1]) for i in range(len(ranks) - 1)], axis=-1)
   return tuple(
-    matmul(x, w.base) + _adapter(z_MR, w, x.shape[:-1]) for w, z_MR in zip(ws, latents, strict=True)
+    y if z_MR is None else y + _adapter(z_MR, w, x.shape[:-1])
+    for y, w, z_MR in zip(ys, ws, thin, strict=True)
   )
 
 
@@ -194,16 +220,36 @@ def broadcast_bias(
   return bias_O.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias_O.shape)
 
 
-def _fp4(x, w: FP4Array, layer):
-  return fp4_gemm.fp4_matmul(
+def _fp4_of(w: Any) -> tuple[FP4Array | None, Any, fp4_gemm.Split | None]:
+  """(kernel, index into its stack, its split) of what may be an FP4 kernel."""
+  w, split = (w.leaf, w.split) if isinstance(w, Sharded) else (w, None)
+  w, index = (w.leaf, w.index) if isinstance(w, At) else (w, None)
+  return (w if isinstance(w, FP4Array) else None), index, split
+
+
+def _share_input(ws: Sequence[Any]) -> bool:
+  """True if what happens to x is the same for all; static scales cannot be compared."""
+  kernels = [_fp4_of(w)[0] for w in ws]
+  if any(w is None or w.act_scale is not None or w.rotation_matrix is not None for w in kernels):
+    return False
+  return len({(w.format, w.activations, w.rotation) for w in kernels}) == 1
+
+
+def _fp4(x, ws: Sequence[Any]):
+  """Products with FP4 kernels that share what happens to x; one may have any options."""
+  found = [_fp4_of(w) for w in ws]
+  w, layer, _ = found[0]
+  matrix = w.rotation_matrix
+  if matrix is not None:
+    x = codec.rotate_by(x, matrix if layer is None else take(matrix, layer))
+  return fp4_gemm.fp4_matmul_many(
     x,
-    w.codes,
-    w.scale,
-    w.multiplier,
+    [(w.codes, w.scale, w.multiplier) for w, _, _ in found],
     layer=layer,
     activations=w.activations,
     act_scale=w.act_multiplier,
-    rotation=w.rotation,
+    rotation=w.rotation if matrix is None else 0,
+    split=[split for _, _, split in found],
   )
 
 
@@ -229,7 +275,13 @@ def dense(w: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*s
       return (dense(w.base, jnp.float32) + update).astype(dtype)
     case FP4Array():
       w_OI = codec.decode(w.codes, w.scale, w.multiplier, jnp.float32)
+      if w.rotation_matrix is not None:
+        w_OI = codec.rotate_by(w_OI, jnp.swapaxes(w.rotation_matrix, -1, -2))
+        return jnp.swapaxes(w_OI, -1, -2).astype(dtype)
       return codec.unrotate(jnp.swapaxes(w_OI, -1, -2), w.rotation).astype(dtype)
+    case Int8Array():
+      w_OI = codec.scale_blocks(w.codes.astype(jnp.float32), w.scale)
+      return jnp.swapaxes(w_OI, -1, -2).astype(dtype)
     case NF4Array():
       return jnp.swapaxes(_nf4_dense(w, dtype), -1, -2)
     case LowRank():
@@ -307,78 +359,3 @@ def map_stack(fn: Callable[[Any], Any], w: Any, stack_axes: int) -> Any:
   for _ in range(stack_axes):
     fn = functools.partial(jax.lax.map, fn)
   return fn(w)
-
-
-# The last axes of a part that depend on the kernel's inputs or outputs; other parts, the scalars of
-# a matrix, are copied.
-PART_AXES = {
-  "codes": ("out", "in"),
-  "scale": ("out", "in"),
-  "a": ("in", None),
-  "b": (None, "out"),
-  "down": ("in", None),
-  "up": (None, "out"),
-  "base": ("in", "out"),  # a dense kernel below an adapter
-}
-
-
-def partition_specs(
-  leaf: Any,
-  in_axis: str | None,
-  out_axis: str | None,
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-  path: str = "kernel",
-) -> Any:
-  """The PartitionSpec of every part of a kernel whose inputs and outputs are split over mesh axes.
-
-  Codes and scales follow both axes, A and `down` the inputs, B and `up` the outputs; ranks, stack
-  axes and the scalars of a matrix are never split.
-
-  Args:
-    leaf: any kernel, of arrays or of shapes.
-    in_axis, out_axis: names of axes of `mesh`, None for whole.
-    path: for the error.
-  Returns: the structure of `leaf` with a PartitionSpec in place of every array.
-  Raises: ValueError if a shard would not hold whole blocks and rotations, or an axis not divide.
-  """
-  _check_shards(leaf, in_axis, out_axis, mesh, path)
-  names = {"in": in_axis, "out": out_axis, None: None}
-
-  def spec(key_path, x):
-    axes = PART_AXES.get(key_path[-1].name, ()) if key_path else ("in", "out")
-    found = [None] * (x.ndim - len(axes)) + [names[axis] for axis in axes]
-    while found and found[-1] is None:  # as jit spells it: another spelling is another compilation
-      found.pop()
-    return jax.sharding.PartitionSpec(*found)
-
-  return jax.tree_util.tree_map_with_path(spec, leaf)
-
-
-def _check_shards(leaf, in_axis, out_axis, mesh, path):
-  *_, features_in, features_out = leaf.shape
-  for side, size, axis in (("in", features_in, in_axis), ("out", features_out, out_axis)):
-    unit, reason = _unit(leaf) if side == "in" else (1, "")
-    shards = 1 if axis is None else mesh.shape[axis]
-    if size % (unit * shards):
-      raise ValueError(
-        f"partition_specs: {path}: every shard must hold whole {reason or 'features'}; got "
-        f"{side} = {size} over {axis} = {shards}, {size / shards:g} a shard. "
-        f"Choose a smaller {axis}."
-      )
-
-
-def _unit(leaf) -> tuple[int, str]:
-  """Inputs that must stay together, and why."""
-  match leaf:
-    case LoRA():
-      return _unit(leaf.base)
-    case FP4Array(rotation=0):
-      return codec.BLOCK[leaf.format], f"{leaf.format} blocks of {codec.BLOCK[leaf.format]}"
-    case FP4Array():
-      block = codec.BLOCK[leaf.format]
-      why = f"{leaf.format} blocks of {block} and rotations of {leaf.rotation}"
-      return math.lcm(block, leaf.rotation), why
-    case NF4Array():
-      return codec.NF4_BLOCK, f"nf4 blocks of {codec.NF4_BLOCK}"
-    case _:
-      return 1, ""

@@ -44,6 +44,10 @@ _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ALIAS = "output_to_operand_aliasing={{}: (0, {})}"  # a TPU's copy that only changes the layout
+# A kernel that gets a stack [.., L, O, width] of packed weights and the index of a layer reads that
+# layer alone, unseen by XLA. Known by the scope of its call, and by what weights are packed into.
+STACK_KERNEL = re.compile(r"\bfp4_matmul:")
+PACKED = {"u8", "s8", "u32", "s32", "f8e4m3fn", "f8e8m0fnu"}
 ASYNC = '"async_collective_fusion_config"'  # of a collective that goes on beside other work
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
@@ -191,6 +195,8 @@ class _Module:
     read = [inside[name] for name in instruction.operands if name in inside]
     if opcode == "fusion":
       return self._fused(instruction, inside, read)
+    if opcode == "custom-call" and STACK_KERNEL.search(instruction.source):
+      return sum(map(_of_a_layer, read), instruction.bytes)
     if opcode in SLICES:
       return min(instruction.size, read[0].bytes) + instruction.bytes
     if opcode in UPDATES:
@@ -282,6 +288,13 @@ def _began_before(collective: Instruction, inside: Computation) -> bool:
   """Whether a fusion only continues a collective: a TPU spreads one over the fusions beside it."""
   starts = any("AsyncCollectiveStart" in other.attributes for other in inside.values())
   return ASYNC in collective.attributes and not starts
+
+
+def _of_a_layer(operand: Instruction) -> float:
+  """Bytes that a kernel reads of a stack of packed weights, or of another operand."""
+  dtype, _, dims = operand.shape.removesuffix("]").partition("[")
+  *stack, _, _ = dims.split(",") if dims.count(",") >= 2 else ("1", "", "")
+  return operand.bytes / int(stack[-1]) if dtype in PACKED else operand.bytes
 
 
 def _root(inside: Computation) -> Instruction:

@@ -11,7 +11,6 @@ traced program the arithmetic. Per device:
 Source: the roofline model, doi:10.1145/1498765.1498785.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -29,14 +28,13 @@ import jax
 import jax.extend
 from absl import logging
 
-from jaxlab.parallel import hlo, rules, targets
+from jaxlab.parallel import flops, hlo, rules, targets
 from pallas_kernels import target as running
 
 PyTree = Any
 FITS = 0.92  # of a device's memory: the rest is the allocator's, the runtime's and other programs'
 BUFFERS = 8  # of the largest are listed
-MATRIX_OPS = ("dot_general", "conv_general_dilated")
-VERSION = 2  # of the cached figures: raised when they would come out otherwise
+VERSION = 3  # of the cached figures: raised when they would come out otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,41 +219,6 @@ def place_params(params: PyTree, mesh: rules.Mesh, num_kv_heads: int) -> PyTree:
   return place(params, rules.param_specs(params, mesh, num_kv_heads=num_kv_heads), mesh)
 
 
-def flops(jaxpr: jax.extend.core.Jaxpr, trips: float = 1.0) -> dict[str, float]:
-  """{dtype of the operands: multiplications and additions of matrix products}, over all devices.
-
-  Loops of known length count by it, others by `trips`, but once within each other; of branches the
-  largest counts.
-  """
-  total = collections.Counter()
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name in MATRIX_OPS:
-      total[str(eqn.invars[0].aval.dtype)] += _matrix_flops(eqn)
-      continue
-    times, within = 1.0, trips
-    if eqn.primitive.name == "scan":
-      times = eqn.params["length"]
-    elif eqn.primitive.name == "while":
-      times, within = trips, 1.0
-    inner = [flops(sub, within) for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
-    if eqn.primitive.name == "cond":
-      inner = [max(inner, key=lambda found: sum(found.values()))]
-    for found in inner:
-      for dtype, n in found.items():
-        total[dtype] += n * times
-  return dict(total)
-
-
-def _matrix_flops(eqn) -> float:
-  out = math.prod(eqn.outvars[0].aval.shape)
-  if eqn.primitive.name == "dot_general":
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2.0 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-  kernel = eqn.invars[1].aval.shape
-  features = eqn.params["dimension_numbers"].rhs_spec[0]
-  return 2.0 * out * math.prod(kernel) / kernel[features]
-
-
 def implementations(jaxpr: jax.extend.core.Jaxpr) -> dict[str, str]:
   """{op: implementation} of the ops that choose one: their scope is called "op:implementation"."""
   found = {}
@@ -287,7 +250,9 @@ def _plan(
     figures[part] for part in ("argument_bytes", "output_bytes", "temp_bytes", "code_bytes")
   )
   peak = max(own - figures["alias_bytes"], figures.pop("used_bytes", 0)) + beside
-  work = {dtype: n / target.count for dtype, n in flops(traced.jaxpr.jaxpr, program.trips).items()}
+  work = {
+    dtype: n / target.count for dtype, n in flops.count(traced.jaxpr.jaxpr, program.trips).items()
+  }
   device, sent = target.device, figures["collective_bytes"]
   return ProgramPlan(
     name=program.name,

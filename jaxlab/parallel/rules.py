@@ -3,8 +3,8 @@
 A rule maps a kernel to (axis of its inputs, axis of its outputs). Column-parallel kernels split
 their outputs over `tensor` and row-parallel ones their inputs, so that attention and MLP need one
 sum each; the other axis is split over `fsdp`. What each component of a packed or adapted kernel
-gets is `jaxlab.nn.weights.partition_specs`. Layers (the stack axis) are never split. Activations
-have rows over `data` and `fsdp`, positions over `sequence`, heads over `tensor`.
+gets is `jaxlab.nn.weight_specs.partition_specs`. Layers (the stack axis) are never split.
+Activations have rows over `data` and `fsdp`, positions over `sequence`, heads over `tensor`.
 Source: arXiv 1909.08053 §3 (tensor), 1910.02054 (fsdp). Dims: V D K; B T S N H L of a cache.
 """
 
@@ -19,8 +19,9 @@ import numpy as np
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlab.nn import weights
+from jaxlab.nn import weight_specs, weights
 from jaxlab.parallel import mesh as meshes
+from pallas_kernels.fp4_gemm import split
 
 PyTree = Any
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh  # specs need sizes only
@@ -116,14 +117,18 @@ def leaf_specs(path: str, leaf: Any, mesh: Mesh, *, num_kv_heads: int | None = N
       f"param_specs: every parameter needs a rule; got {path!r}, and rules for "
       f"{', '.join(RULES)} and norms. Add one to jaxlab/parallel/rules.py."
     )
-  in_axis, out_axis = (
-    # An axis of one device is left out, as jit does: another spelling is another compilation.
+  in_axis, out_axis = _split_axes(name, leaf, mesh, num_kv_heads)
+  if rest == ["bias"]:
+    return PartitionSpec(*[None] * (leaf.ndim - 1), out_axis) if out_axis else PartitionSpec()
+  return weight_specs.partition_specs(leaf, in_axis, out_axis, mesh, path)
+
+
+def _split_axes(name, leaf, mesh, num_kv_heads):
+  """The rule without axes of one device, as jit does: another spelling is another compilation."""
+  return tuple(
     None if axis is None or mesh.shape[axis] == 1 else axis
     for axis in _axes(name, leaf, mesh, num_kv_heads)
   )
-  if rest == ["bias"]:
-    return PartitionSpec(*[None] * (leaf.ndim - 1), out_axis) if out_axis else PartitionSpec()
-  return weights.partition_specs(leaf, in_axis, out_axis, mesh, path)
 
 
 def shard_params(
@@ -214,8 +219,19 @@ class Placement:
     return _spelt(_row_axes(rows, self.mesh), positions, _divides("tensor", heads, self.mesh))
 
   def layer(self, params: PyTree) -> PyTree:
-    """A layer's parameters with every kernel whole over `fsdp` (`tensor` stays as it is)."""
-    return weights.map_leaves(lambda path, leaf: self.gather(path, leaf), params)
+    """A layer's parameters with every kernel whole over `fsdp` (`tensor` stays as it is); FP4
+    kernels carry how they are split, for implementations that XLA cannot partition."""
+    return weights.map_leaves(lambda path, leaf: self._split(path, self.gather(path, leaf)), params)
+
+  def _split(self, path: str, leaf: Any) -> Any:
+    if isinstance(leaf, weights.LoRA):
+      return dataclasses.replace(leaf, base=self._split(path, leaf.base))
+    kernel = leaf.leaf if isinstance(leaf, weights.At) else leaf
+    if not isinstance(kernel, weights.FP4Array):
+      return leaf
+    axes = _split_axes(path.split("/")[0], kernel, self.mesh, self.num_kv_heads)
+    in_axis, out_axis = (None if axis == "fsdp" else axis for axis in axes)
+    return weights.Sharded(leaf, split.Split(self.mesh, in_axis, out_axis))
 
   def gather(self, path: str, leaf: Any) -> Any:
     """The same for one kernel; `At` a layer of a stack becomes that layer's kernel."""

@@ -31,18 +31,20 @@ def quantize_by_group(
     on_group: called with (groups done, groups in all).
   Returns: (the quantised model, {linear: relative error of each layer}).
   """
-  params = stack.restack(lm.params)
-  layers, errors = dict(params["layers"]), {}
+  rest = dict(stack.restack(lm.params))
+  layers, errors = dict(rest.pop("layers")), {}
   lm = dataclasses.replace(lm, params=None)
   on_group(0, len(GROUPS))
   for done, group in enumerate(GROUPS, 1):
-    packed = quantize({"layers": {name: layers[name] for name in group}})["layers"]
-    for name in group:
-      errors[name] = report.relative_error(layers[name]["kernel"], packed[name]["kernel"])
-    layers |= packed
-    params = params | {"layers": layers}
+    # The head and all else go once, with the last group: `quantize` may change them too.
+    outside = rest if done == len(GROUPS) else {}
+    packed = dict(quantize(outside | {"layers": {name: layers[name] for name in group}}))
+    for name, after in packed.pop("layers").items():
+      errors[name] = report.relative_error(layers[name]["kernel"], after["kernel"])
+      layers[name] = after
+    rest |= packed
     on_group(done, len(GROUPS))
-  return dataclasses.replace(lm, params=params), errors
+  return dataclasses.replace(lm, params=rest | {"layers": layers}), errors
 
 
 def summary(errors: Mapping[str, Float32[np.ndarray, "L"]]) -> dict[str, Any]:

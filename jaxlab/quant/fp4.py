@@ -2,7 +2,8 @@
 
 NVFP4 (arXiv 2510.11696 §3, compressed-tensors' arithmetic), for a matrix W and its blocks b of 16:
   g = 448 * 6 / max|W|,  s_b = e4m3(g * max|W_b| / 6),  q = e2m1(W_b / (s_b / g)),  W^ = q * s_b / g
-MXFP4: blocks of 32, s_b = 2^E by a rule of `formats.e8m0_byte`, no g. Dims: I in, O out.
+MXFP4: blocks of 32, s_b = 2^E by a rule of `formats.e8m0_byte`, no g. Searches for better scales:
+`scales.py`. Dims: I in, O out.
 """
 
 import functools
@@ -11,54 +12,80 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jaxtyping import Array, Float, Float32
 
 from jaxlab.nn import weights
 from jaxlab.quant import formats, nf4
+from jaxlab.quant import scales as scale_fit
 from pallas_kernels.fp4_gemm import codec
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
-# Largest g: 2^-9 / g is still a normal float32, so a matrix of tiny numbers is not flushed to zero.
-MAX_DIVISOR = 2.0**117
-# Scale of an all-zero block: any will do; this is the one that compressed-tensors writes.
-ZERO_BLOCK_SCALE = 0.125
+FP43_MAX = 2.0**126  # 6 * 2^E / 3 for the largest exponent that is written
 
 
 def quantize(
   w: Float[Array, "*stack I O"],
   format: str = "nvfp4",
   *,
-  rule: str = "even",  # [ours: smallest error on weights of the four]
+  scales: scale_fit.ScaleConfig = scale_fit.ABSMAX,
   tensor_amax: Float32[Array, "*stack"] | None = None,
   activations: str = "none",
 ) -> weights.FP4Array:
   """A dense kernel in FP4, rounded to nearest; each matrix of the stack has its own tensor scale.
 
-  Values below about 2e-7 of the matrix' largest (NVFP4) or 2^-128 (MXFP4) become zero.
+  Blocks below about 2e-7 of the matrix' largest (NVFP4) or 2^-126 (MXFP4) are nearest to zero, and
+  become it: a warning counts them.
 
   Args:
-    rule: mxfp4 only: "even", "floor", "ceil" or "fp43".
+    scales: rule and search of the scales.
     tensor_amax: nvfp4 only: the magnitude that g is made for, when several kernels share one g; at
       least the kernel's own largest.
     activations: stored in the leaf: "none" (W4A16) or "fp4" (W4A4).
-  Raises: ValueError if I is no multiple of the block, a concrete w is not finite, or an option is
-    unknown or belongs to the other format.
+  Raises: ValueError if I is no multiple of the block, a concrete w is not finite or beyond what
+    "fp43" can hold, or an option is unknown or belongs to the other format.
   """
-  _check_options("quantize", format, rule, activations)
+  _check_options("quantize", format, scales, activations)
   nf4.require_block("quantize", w, codec.BLOCK[format])
-  formats.require_finite("quantize", w)
   w = jnp.asarray(w)
+  formats.require_finite("quantize", w)
   if format == "mxfp4":
-    if tensor_amax is not None:
-      raise ValueError(f"quantize: mxfp4 has no tensor scale; got {tensor_amax=}. Pass None.")
-    codes, scale = _mxfp4(w, rule)
-    tensor_scale = jnp.full(w.shape[:-2], 3.0 if rule == "fp43" else 1.0, jnp.float32)
-  else:
-    own_amax = _amax(w)
-    tensor_amax = own_amax if tensor_amax is None else jnp.asarray(tensor_amax, jnp.float32)
-    _check_amax(tensor_amax, own_amax)
-    codes, scale, tensor_scale = _nvfp4(w, tensor_amax)
-  return weights.FP4Array(codes, scale, tensor_scale, format=format, activations=activations)
+    _check_mxfp4(w, tensor_amax, scales.rule)
+  elif tensor_amax is not None:
+    tensor_amax = jnp.asarray(tensor_amax, jnp.float32)
+    _check_amax(tensor_amax, _amax(w))
+  fitted, codes, vanished = _quantize(w, tensor_amax, format=format, config=scales)
+  _warn_vanished(format, vanished)
+  return weights.FP4Array(codes, *fitted, format=format, activations=activations)
+
+
+def quantize_fused(
+  ws: Sequence[Float[Array, "*stack I _"]],
+  format: str = "nvfp4",
+  *,
+  scales: scale_fit.ScaleConfig = scale_fit.ABSMAX,
+  activations: str = "none",
+) -> list[weights.FP4Array]:
+  """Kernels of the same inputs (q/k/v, gate/up), in nvfp4 with one tensor scale for all.
+
+  Joint rounds fit it to all of them side by side, which takes a copy of them.
+
+  Raises: as `quantize`.
+  """
+  make = functools.partial(quantize, format=format, scales=scales, activations=activations)
+  if format == "mxfp4" or len(ws) == 1:
+    return [make(w) for w in ws]
+  if not scales.joint_rounds:
+    amax = functools.reduce(jnp.maximum, [_amax(jnp.asarray(w)) for w in ws])
+    return [make(w, tensor_amax=amax) for w in ws]
+  # The tensor scale is fitted to the error: only of all members at once.
+  whole = make(jnp.concatenate(list(ws), axis=-1))
+  ends = [sum(w.shape[-1] for w in ws[: i + 1]) for i in range(len(ws))][:-1]
+  parts = zip(jnp.split(whole.codes, ends, -2), jnp.split(whole.scale, ends, -2), strict=True)
+  return [
+    weights.FP4Array(*part, whole.tensor_scale, format=format, activations=activations)
+    for part in parts
+  ]
 
 
 def dequantize(
@@ -72,7 +99,7 @@ def quantize_params(
   params: Any,
   format: str = "nvfp4",
   *,
-  rule: str = "even",
+  scales: scale_fit.ScaleConfig = scale_fit.ABSMAX,
   activations: str = "none",
   skip: Sequence[str] = ("head", "embed"),
   fuse: Sequence[Sequence[str]] = (("q", "k", "v"), ("gate", "up")),
@@ -84,10 +111,12 @@ def quantize_params(
   Args:
     params: stacked or unstacked layers of dense kernels.
     format: "nvfp4", "mxfp4", "nf4", or "bf16" (the baseline: linear kernels cast to bfloat16).
+    scales: rule and search of the scales ("nvfp4", "mxfp4").
     skip: path components that keep a kernel dense.
     fuse: siblings that share one g (nvfp4), because vLLM multiplies them as one matrix.
   Raises: ValueError if there is nothing to quantise, a kernel is not dense any more, or one has an
-    input axis that the block does not divide (all are named before any work starts).
+    input axis that the block does not divide (all are named before any work starts); for options
+    that the format does not have.
   """
   if format not in FORMATS:
     raise ValueError(
@@ -95,16 +124,19 @@ def quantize_params(
     )
   kernels = _linear_kernels(params, skip)
   _check_kernels(kernels, format)
-  if format == "bf16":
-    replace = {path: w.astype(jnp.bfloat16) for path, w in kernels.items()}
-  elif format == "nf4":
-    replace = {path: nf4.quantize(w) for path, w in kernels.items()}
-  else:
-    amax = _shared_amax(kernels, fuse) if format == "nvfp4" else {}
+  if format in codec.BLOCK:
+    _check_options("quantize_params", format, scales, activations)
+    make = functools.partial(quantize_fused, format=format, scales=scales, activations=activations)
+    groups = _fused_paths(kernels, fuse if format == "nvfp4" else ())
     replace = {
-      path: quantize(w, format, rule=rule, tensor_amax=amax.get(path), activations=activations)
-      for path, w in kernels.items()
+      path: leaf
+      for paths in groups
+      for path, leaf in zip(paths, make([kernels[p] for p in paths]), strict=True)
     }
+  else:
+    _check_plain(format, scales, activations)
+    make = nf4.quantize if format == "nf4" else lambda w: w.astype(jnp.bfloat16)
+    replace = {path: make(w) for path, w in kernels.items()}
   return weights.map_leaves(lambda path, leaf: replace.get(path, leaf), params)
 
 
@@ -128,81 +160,68 @@ def _linear_kernels(params, skip):
   return {path: w for path, w in weights.leaf_paths(params).items() if is_linear(path)}
 
 
-def _shared_amax(kernels, fuse):
-  """Per kernel, the largest magnitude within its fused set: the smallest g of the members."""
-  amax = {path: _amax(jnp.asarray(w)) for path, w in kernels.items()}
+def _fused_paths(kernels, fuse):
+  """The paths of the kernels, those that share a tensor scale together."""
 
-  def shared(path):
+  def group(path):
     parent, name, _ = path.rsplit("/", 2)
-    names = next((names for names in fuse if name in names), (name,))
-    members = [amax[m] for n in names if (m := f"{parent}/{n}/kernel") in amax]
-    return functools.reduce(jnp.maximum, members)
+    return parent, next((tuple(names) for names in fuse if name in names), name)
 
-  return {path: shared(path) for path in kernels}
-
-
-@functools.partial(jax.jit, static_argnames="rule")
-def _mxfp4(w, rule):
-  return weights.map_stack(functools.partial(_mxfp4_matrix, rule=rule), w, w.ndim - 2)
+  groups = {}
+  for path in kernels:
+    groups.setdefault(group(path), []).append(path)
+  return list(groups.values())
 
 
-def _mxfp4_matrix(w_IO, rule):
-  blocks = _blocks(w_IO, codec.BLOCK["mxfp4"])
-  byte_Oi = formats.e8m0_byte(jnp.max(jnp.abs(blocks), axis=-1), rule)
-  unit = blocks / codec.decode_scale(byte_Oi)[..., None]  # exact: a power of two
-  unit = unit * 3 if rule == "fp43" else unit
-  return _pack(unit), byte_Oi
+@functools.partial(jax.jit, static_argnames=("format", "config"))
+def _quantize(w, tensor_amax, *, format, config):
+  def matrix(xs):
+    w_IO = xs[0].astype(jnp.float32)
+    fitted = scale_fit.fit(w_IO.T, format, config, xs[1])
+    codes = scale_fit.encode(w_IO.T, format, fitted)
+    return fitted, codes, formats.vanished(w_IO, scale_fit.block_units(fitted))
+
+  return weights.map_stack(matrix, (w, tensor_amax), w.ndim - 2)
 
 
-@jax.jit
-def _nvfp4(w, tensor_amax):
-  # torch divides a number by a tensor as reciprocal and product, so compressed-tensors' own g can
-  # differ from this one in the last bit.
-  divisor = jnp.full_like(tensor_amax, codec.E4M3_MAX * codec.E2M1_MAX) / tensor_amax
-  divisor = jnp.where(tensor_amax > 0, jnp.minimum(divisor, MAX_DIVISOR), 1.0)
-  codes, scale = weights.map_stack(lambda xs: _nvfp4_matrix(*xs), (w, divisor), w.ndim - 2)
-  return codes, scale, divisor
-
-
-def _nvfp4_matrix(w_IO, divisor):
-  blocks = _blocks(w_IO, codec.BLOCK["nvfp4"])
-  amax_Oi = jnp.max(jnp.abs(blocks), axis=-1)
-  scale_Oi = formats.to_e4m3(
-    jnp.maximum(divisor * _divide(amax_Oi, codec.E2M1_MAX), codec.E4M3_TINY)
-  )
-  scale_Oi = jnp.where(amax_Oi > 0, scale_Oi, jnp.asarray(ZERO_BLOCK_SCALE, scale_Oi.dtype))
-  unit = _divide(blocks, _divide(scale_Oi.astype(jnp.float32), divisor)[..., None])
-  return _pack(unit), scale_Oi
-
-
-def _divide(a, b):
-  """a / b rounded once. XLA rewrites a / broadcast(b) as a * broadcast(1 / b) and a / (b / c) as
-  a * c / b; either changes codes at ties, where bfloat16 weights often are. The barrier hides b."""
-  return a / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.float32(b), a.shape))
-
-
-def _blocks(w_IO, block):
-  w_OI = w_IO.T.astype(jnp.float32)
-  return w_OI.reshape(w_OI.shape[0], -1, block)
-
-
-def _pack(unit_Oib):
-  return formats.pack(formats.encode_e2m1(unit_Oib).reshape(unit_Oib.shape[0], -1))
+def _warn_vanished(format, vanished):
+  if isinstance(vanished, jax.core.Tracer):
+    return
+  if lost := int(jnp.sum(vanished)):
+    logging.warning(
+      "quantize: %d block(s) of a kernel are too small for %s, or beside its largest value: they "
+      "are zero now.", lost, format,
+    )  # fmt: skip
 
 
 @jax.jit
 def _amax(w):
-  return jnp.max(jnp.abs(w), axis=(-2, -1)).astype(jnp.float32)
+  return jnp.max(jnp.abs(w.astype(jnp.float32)), axis=(-2, -1))
 
 
-def _check_options(name, format, rule, activations):
-  if format not in codec.BLOCK:
-    raise ValueError(f"{name}: format must be one of {', '.join(codec.BLOCK)}; got {format!r}.")
-  formats.require_rule(name, rule)
-  if format == "nvfp4" and rule != "even":
-    raise ValueError(f"{name}: nvfp4 has no scale rule; got {rule!r}. Leave it, or choose mxfp4.")
+def _check_options(name, format, scales, activations):
+  scale_fit.require_config(name, format, scales)
   if activations not in ("none", "fp4"):
     raise ValueError(f"{name}: activations must be none or fp4; got {activations!r}.")
+
+
+def _check_plain(format, scales, activations):
+  if scales != scale_fit.ABSMAX or activations != "none":
+    raise ValueError(
+      f"quantize_params: {format} has no scale options and dense activations; got {scales} and "
+      f"activations={activations!r}. Leave them out, or choose nvfp4 or mxfp4."
+    )
+
+
+def _check_mxfp4(w, tensor_amax, rule):
+  if tensor_amax is not None:
+    raise ValueError(f"quantize: mxfp4 has no tensor scale; got {tensor_amax=}. Pass None.")
+  if rule != "fp43" or isinstance(w, jax.core.Tracer):
+    return
+  if (largest := float(jnp.max(_amax(w)))) > FP43_MAX:
+    raise ValueError(
+      f"quantize: fp43 holds magnitudes up to {FP43_MAX:.3g}; got {largest:.3g}. Use another rule."
+    )
 
 
 def _check_amax(tensor_amax, own_amax):

@@ -21,7 +21,7 @@ import jax
 from absl import logging
 
 from jaxlab.data import assets
-from jaxlab.io import huggingface, orbax
+from jaxlab.io import fp4_configs, huggingface, orbax
 from jaxlab.models import causal_lm, zoo
 from jaxlab.quant import report
 from pallas_kernels import target
@@ -161,7 +161,8 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> tuple[causal_lm.CausalL
   if orbax.is_checkpoint(path / "params"):
     found = report.formats_of(orbax.params_shapes(path / "params"))
     return config, max((f if f in BITS else "bf16" for f in found), key=lambda f: BITS.get(f, 16))
-  return config, "nvfp4" if raw.get("quantization_config") else "bf16"
+  packed = fp4_configs.of_folder(path, raw) is not None
+  return config, "nvfp4" if packed else "bf16"
 
 
 def default_dtype_bytes() -> int:

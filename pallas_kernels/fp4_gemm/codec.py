@@ -11,6 +11,7 @@ Source: OCP Microscaling Formats v1.0 §5; arXiv 2509.23202.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,9 +193,42 @@ def rotate(x: Float[Array, "*lead K"], size: int) -> Float[Array, "*lead K"]:
   return (sums * (1 / math.sqrt(size))).astype(x.dtype).reshape(x.shape)
 
 
+def rotate_by(
+  x: Float[Array, "*lead K"], matrix: Float[Array, "*stack g g"]
+) -> Float[Array, "*lead K"]:
+  """x @ blockdiag(R, R, ...) for any R; `lead` begins with R's stack axes. Sums are float32."""
+  size = matrix.shape[-1]
+  blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+  fill = (1,) * (blocks.ndim - matrix.ndim)
+  matrix = matrix.reshape(*matrix.shape[:-2], *fill, size, size)
+  exact = jax.lax.Precision.HIGHEST
+  y = jnp.matmul(
+    blocks, matrix.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32
+  )
+  return y.astype(x.dtype).reshape(x.shape)
+
+
 def unrotate(w_IO: Float[Array, "*stack I O"], size: int) -> Float[Array, "*stack I O"]:
   """The kernel in the unrotated basis: x @ unrotate(w, size) = rotate(x, size) @ w; size 0 is w."""
   return jnp.swapaxes(rotate(jnp.swapaxes(w_IO, -1, -2), size), -1, -2)
+
+
+def encode_e2m1(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+  """The code of the nearest E2M1 value: 0-7 for 0, .5, 1, 1.5, 2, 3, 4, 6, plus 8 if negative.
+
+  Ties go to the even code, magnitudes above 6 saturate; small negatives give code 8 (-0), -0.0
+  itself gives 0. A NaN would become 0: what comes from outside is checked before.
+  """
+  a = jnp.abs(x)
+  passed = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
+  code = sum(p.astype(jnp.uint8) for p in passed)
+  return code + 8 * (x < 0).astype(jnp.uint8)
+
+
+def pack(codes: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead H"]:
+  """Two codes a byte along the last axis, even k in the low nibble; H = K / 2."""
+  even, odd = deinterleave(codes)
+  return even | (odd << 4)
 
 
 def round_e2m1(x: Float32[Array, "*lead"]) -> Float32[Array, "*lead"]:
@@ -204,23 +238,62 @@ def round_e2m1(x: Float32[Array, "*lead"]) -> Float32[Array, "*lead"]:
   return jnp.copysign(jnp.minimum(jnp.round(a / step) * step, E2M1_MAX), x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def fake_quantize(
-  x: Float[Array, "*lead K"], format: str, act_scale: Float32[Array, ""] | None = None
-) -> Float[Array, "*lead K"]:
-  """x rounded to FP4 along its last axis, as a W4A4 kernel would see it; straight-through gradient.
+class Rows(NamedTuple):
+  """Rows in FP4: x[r, k] ~ value(codes) * scale * multiplier[r]."""
+
+  codes: UInt8[Array, "*rows H"]
+  scale: Shaped[Array, "*rows k"]  # float8_e4m3fn (nvfp4) or uint8 (mxfp4)
+  multiplier: Float32[Array, "*rows"]
+
+
+def quantize_rows(
+  x: Float[Array, "*rows K"], format: str, act_scale: Float32[Array, ""] | None = None
+) -> Rows:
+  """x in FP4 along its last axis, as the operand of a W4A4 product.
 
   Args:
     format: "nvfp4" or "mxfp4" (block exponents by the rule `even`).
     act_scale: nvfp4 only, the static multiplier amax / 2688. None takes it from each row, so that a
       row's result never depends on its neighbours.
   """
+  blocks, block, row = _row_scales(x, format, act_scale)
+  codes = encode_e2m1(blocks * (1.0 / (block * row)))
+  if format == "mxfp4":
+    bits = jax.lax.bitcast_convert_type(block, jnp.int32)
+    scale = (bits >> 23).astype(jnp.uint8)
+  else:
+    scale = block.astype(jnp.float8_e4m3fn)
+  multiplier = jnp.broadcast_to(row[..., 0, 0], x.shape[:-1])
+  return Rows(pack(codes.reshape(x.shape)), scale[..., 0], multiplier)
+
+
+def decode_rows(rows: Rows, dtype: jax.typing.DTypeLike) -> Float[Array, "*rows K"]:
+  """The values of `quantize_rows`; equal to `fake_quantize` bit for bit."""
+  scale = decode_scale(rows.scale) * rows.multiplier[..., None]
+  return scale_blocks(unpack_codes(rows.codes), scale).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def fake_quantize(
+  x: Float[Array, "*lead K"], format: str, act_scale: Float32[Array, ""] | None = None
+) -> Float[Array, "*lead K"]:
+  """x rounded as by `quantize_rows`, in x's dtype; straight-through gradient."""
+  blocks, block, row = _row_scales(x, format, act_scale)
+  scale = block * row
+  return (round_e2m1(blocks * (1.0 / scale)) * scale).reshape(x.shape).astype(x.dtype)
+
+
+def _row_scales(x, format, act_scale):
+  """(x in blocks, their scales, what multiplies a row), float32, each with the rank of blocks.
+
+  Reciprocals are spelled out: XLA turns some divisions into them, depending on the shape, and a
+  row's last bits would depend on how many rows there are.
+  """
   blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK[format])
   amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-  scale = _mx_scale(amax) if format == "mxfp4" else _nv_scale(amax, act_scale)
-  # Reciprocals are spelled out: XLA turns some divisions into them, depending on the shape, and a
-  # row's last bits would depend on how many rows there are.
-  return (round_e2m1(blocks * (1.0 / scale)) * scale).reshape(x.shape).astype(x.dtype)
+  if format == "mxfp4":
+    return blocks, _mx_scale(amax), jnp.ones((1,) * amax.ndim, jnp.float32)
+  return blocks, *_nv_scale(amax, act_scale)
 
 
 def _mx_scale(amax):
@@ -237,7 +310,7 @@ def _nv_scale(amax, act_scale):
     row = jnp.broadcast_to(act_scale, (1,) * amax.ndim)
   row = jnp.maximum(row, jnp.finfo(jnp.float32).tiny / E4M3_TINY)  # a row of zeros
   block = jnp.minimum(amax * (1.0 / (E2M1_MAX * row)), E4M3_MAX).astype(jnp.float8_e4m3fn)
-  return jnp.maximum(block.astype(jnp.float32), E4M3_TINY) * row
+  return jnp.maximum(block.astype(jnp.float32), E4M3_TINY), row
 
 
 def _fake_quantize_fwd(x, format, act_scale):

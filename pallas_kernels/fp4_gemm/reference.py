@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32, Shaped, UInt8
 from pallas_kernels.fp4_gemm import codec
 
 
-def linear(
+def forward(
   x: Float[Array, "*lead K"],
   codes: UInt8[Array, "*stack O H"],
   scale: Shaped[Array, "*stack O k"],

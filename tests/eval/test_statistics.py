@@ -54,6 +54,19 @@ def test_clusters():
   assert singletons.se == pytest.approx(statistics.mean_t(x).se)
 
 
+def test_a_ratio_of_clustered_means():
+  """R = 6/12 by hand; residuals a - R b sum to 0, 1 and -1 in three clusters of two."""
+  a, b = [1, 1, 2, 1, 0, 1], [2, 2, 2, 2, 2, 2]
+  found = statistics.clustered_ratio(a, b, [0, 0, 1, 1, 2, 2])
+  assert found.value == 0.5 and found.n == 6
+  se = np.sqrt(3 / 2 * (0 + 1 + 1)) / 6 / 2
+  assert found.se == pytest.approx(se)
+  assert found.ci_high == pytest.approx(0.5 + stats.t.ppf(0.975, 2) * se)
+  assert statistics.clustered_ratio(a, b, [0] * 6).ci_low is None
+  with pytest.raises(ValueError, match="mean.b. that is not 0"):
+    statistics.clustered_ratio([1, 2], [1, -1], [0, 1])
+
+
 def test_duplicated_items_gain_nothing_when_they_share_a_cluster():
   x = [1.0, 0.0, 0.0, 1.0, 1.0]
   once = statistics.clustered_mean(x, range(5))

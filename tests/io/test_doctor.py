@@ -1,16 +1,19 @@
 """Every illness that the doctor names, one at a time, and healthy patients."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxlab
 from jaxlab.io import doctor, huggingface, safetensors
+from jaxlab.nn import weights
 from jaxlab.quant import fp4
 from tests.io import test_gguf_model as gguf_files
 from tests.models import tiny
@@ -47,8 +50,6 @@ def dense(tmp_path):
 
 @pytest.fixture
 def packed(tmp_path):
-  import dataclasses
-
   tiny.write_folder(tmp_path / "in", tiny.config(**EVEN, eos_token_id=1), dtype=ml_dtypes.bfloat16)
   write_tokenizer(tmp_path / "in")
   lm = jaxlab.load(tmp_path / "in")
@@ -91,9 +92,12 @@ def test_a_healthy_dense_folder(dense):
 
 def test_a_healthy_nvfp4_folder(packed):
   found = doctor.examine(packed)
-  assert {f.level for f in found} == {"ok"}, found
+  assert {f.level for f in found} == {"ok", "note"}, found
   said = "\n".join(texts(packed))
+  (note,) = texts(packed, "note")
+  assert note.startswith("quantised already: 21 linears as compressed_tensors. To quantise anew")
   assert "compressed-tensors nvfp4-pack-quantized" in said
+  assert "bits: packed linears take 4.50 a weight" in said
   assert "scales: 21 linears, divisors, largest weight" in said
   bits = float(said.split(" bits per parameter")[0].rsplit(" ", 1)[1])
   assert 4.5 < bits < 8  # embeddings, head and norms are 16 bits
@@ -192,6 +196,95 @@ def test_foreign_code_is_a_note(dense):
   assert any("pytorch_model.bin" in n for n in notes)
 
 
+def test_every_layout_is_known(dense, tmp_path):
+  """W4A4 with a rotation where the layout has one; and an upside-down scale in each."""
+  lm = jaxlab.load(dense)
+  cases = {
+    "compressed_tensors": ("mxfp4", 32, 4.25, None),
+    "modelopt": ("nvfp4", 0, 4.5, "weight_scale_2"),
+    "fp_quant": ("nvfp4", 16, 4.5, "weight_global_scale"),
+  }
+  for layout, (format, rotation, bits, scale) in cases.items():
+    params = fp4.quantize_params(lm.params, format)
+
+    def w4a4(path, w, rotation=rotation, format=format):
+      if not isinstance(w, weights.FP4Array):
+        return w
+      act = jnp.full(3, 100.0) if format == "nvfp4" else None
+      return dataclasses.replace(w, activations="fp4", act_scale=act, rotation=rotation)
+
+    params = weights.map_leaves(w4a4, params)
+    folder = tmp_path / layout
+    huggingface.save_pretrained(dataclasses.replace(lm, params=params), folder, layout=layout)
+    found = doctor.examine(folder)
+    assert {f.level for f in found} == {"ok", "note"}, found
+    said = "\n".join(f.text for f in found)
+    assert f"21 linears as {layout}" in said and f"take {bits:.2f} a weight" in said
+    if scale is None:
+      continue
+    assert "activations: static scales for inputs up to 26.9 to 26.9" in said
+
+    def upside_down(tensors, scale=scale):
+      for name in [n for n in tensors if n.endswith(scale)]:
+        tensors[name] = np.asarray(1 / tensors[name])
+
+    rewrite(folder, upside_down)
+    (broken,) = texts(folder, "broken")
+    expected = {
+      "modelopt": "Its global scale is a divisor; ModelOpt stores the multiplier",
+      "fp_quant": "Its global scale is a multiplier (ModelOpt's convention)",
+    }
+    assert "scales: the largest weight of model.layers." in broken and expected[layout] in broken
+
+
+def test_scales_of_activations_upside_down(packed):
+  edit_groups = json.loads((packed / "config.json").read_text())["quantization_config"]
+  group = edit_groups["config_groups"]["group_0"]
+  group["input_activations"] = {**group["weights"], "dynamic": "local"}
+  edit(packed, quantization_config=edit_groups)
+  names = [n for n in safetensors.SafetensorsFolder(packed).names() if n.endswith("weight_packed")]
+
+  def with_scales(tensors):
+    for name in names:
+      tensors[name.replace("weight_packed", "input_global_scale")] = np.float32([1e-3])
+
+  rewrite(packed, with_scales)
+  (warning,) = texts(packed, "warning")
+  assert "says that its inputs reach 2.69e+06; upside down? compressed_tensors stores" in warning
+
+
+def test_unequal_scales_of_a_fused_set(packed):
+  name = Q0.replace("q_proj", "k_proj")
+
+  def change(tensors):
+    tensors[f"{name}.weight_global_scale"] = tensors[f"{name}.weight_global_scale"] * 2
+
+  rewrite(packed, change)
+  (warning,) = texts(packed, "warning")
+  assert "1 sets of linears" in warning and f"{Q0}. launch.export --fuse_global_scale" in warning
+
+
+def test_experts_of_gpt_oss(tmp_path):
+  """No model of ours, but scales and bits are looked at."""
+  config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  stem = "model.layers.0.mlp.experts.down_proj"
+  tensors = {
+    f"{stem}_blocks": np.full((2, 4, 3, 16), 0x11, np.uint8),
+    f"{stem}_scales": np.full((2, 4, 3), 120, np.uint8),
+  }
+  safetensors.write_sharded(tmp_path, tensors)
+  said = "\n".join(texts(tmp_path))
+  assert "1 linears as gpt_oss" in said and "packed linears take 4.25 a weight" in said
+  assert "scales: 1 linears, powers of two, largest weight 0.0469" in said
+  tensors[f"{stem}_scales"][1, 2, 0] = 255
+  safetensors.write_sharded(tmp_path, tensors)
+  assert any("_scales: 1 block scales are NaN" in t for t in texts(tmp_path, "broken"))
+  tensors[f"{stem}_scales"] = np.full((2, 4, 3), 200, np.uint8)
+  safetensors.write_sharded(tmp_path, tensors)
+  assert any("the largest weight of" in t for t in texts(tmp_path, "broken"))
+
+
 PACKED = {
   "missing scale": (lambda t: t.pop(f"{Q0}.weight_scale"), "weight_scale"),
   "nan scale": (
@@ -204,6 +297,24 @@ PACKED = {
   "modelopt": (
     lambda t: t.update({f"{Q0}.weight_scale_2": np.ones(1, np.float32)}), "ModelOpt's layout",
   ),
+  "zero scale": (
+    lambda t: t[f"{Q0}.weight_scale"].view(np.uint8).__setitem__((0, 0), 0), "are zero over codes",
+  ),
+  "zero divisor": (
+    lambda t: t.update({f"{Q0}.weight_global_scale": np.zeros(1, np.float32)}), "finite and pos",
+  ),
+  "one code a byte": (
+    lambda t: t.update({f"{Q0}.weight_packed": np.zeros((64, 64), np.uint8)}),
+    "bits: 1 linears take 8.50 bits a weight on disk",
+  ),
+  "scales of other blocks": (
+    lambda t: t.update({f"{Q0}.weight_scale": t[f"{Q0}.weight_scale"][:, :2]}),
+    "bits: 1 linears take 8.50 bits",
+  ),
+  "another layout": (
+    lambda t: t.update({f"{Q0}.qweight": t.pop(f"{Q0}.weight_packed")}), "is stored as fp_quant",
+  ),
+  "no config": (lambda t: [t.pop(n) for n in list(t) if "weight_packed" in n], "no packed weight"),
 }  # fmt: skip
 
 
@@ -220,6 +331,11 @@ def test_packed_weights_without_their_config(packed):
   del config["quantization_config"]
   (packed / "config.json").write_text(json.dumps(config))
   assert any("no quantization_config" in text for text in texts(packed, "broken"))
+
+
+def test_a_quantization_config_that_is_no_object(packed):
+  edit(packed, quantization_config=["nvfp4"])
+  assert any("quantization_config is not supported yet" in text for text in texts(packed, "broken"))
 
 
 def test_paths_that_are_nothing(tmp_path):

@@ -216,11 +216,12 @@ def test_adapters_and_other_formats_are_refused(tmp_path):
   tiny.write_folder(tmp_path / "in", tiny.config(**EVEN))
   lm = jaxlab.load(tmp_path / "in")
   adapted = lora.attach(lm.params, lora.LoRAConfig(rank=2), jax.random.key(0))
-  with pytest.raises(ValueError, match="must be dense or NVFP4; got LoRA. Use lora.merge_adapters"):
+  with pytest.raises(ValueError, match="must be dense or FP4; got LoRA. Use lora.merge_adapters"):
     save(lm, tmp_path / "out", params=adapted)
-  mx = fp4.quantize_params(lm.params, "mxfp4")
-  with pytest.raises(ValueError, match="must be nvfp4"):
-    save(lm, tmp_path / "out", params=mx)
+  factored = {"kernel": weights.LowRank(jnp.ones((3, 64, 2)), jnp.ones((3, 2, 64)))}
+  other = lm.params | {"layers": lm.params["layers"] | {"q": factored}}
+  with pytest.raises(ValueError, match="must be dense or FP4; got LowRank"):
+    save(lm, tmp_path / "out", params=other)
 
 
 # --- NVFP4
@@ -291,7 +292,9 @@ def test_a_linear_packed_in_some_layers_only_is_named(packed, tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((96, 64), ml_dtypes.bfloat16)
 
   rewrite(tmp_path / "mixed", change)
-  with pytest.raises(ValueError, match="layers.0.mlp.up_proj is dense, but model.layers.1.mlp.up"):
+  with pytest.raises(
+    ValueError, match="layers.0.mlp.up_proj is dense, but config.json says that it is nv"
+  ):
     jaxlab.load(tmp_path / "mixed")
 
 

@@ -44,7 +44,13 @@ ROOTS = {
   "train": ("TrainConfig",),
 }
 CHANGES_QUANTIZE = ("rl", "quantize")
-OTHER_ROOTS = {"configs/evaluate/perplexity.gin": ("PerplexityConfig",)}
+OTHER_ROOTS = {
+  "configs/evaluate/perplexity.gin": ("PerplexityConfig",),
+  "configs/evaluate/wikitext.gin": ("PerplexityConfig",),
+  "configs/mr_gptq/smollm2_cpu.gin": ("PTQConfig",),
+  "configs/mr_gptq/llama3p1_8b.gin": ("PTQConfig",),
+  "configs/mr_gptq/qwen3_8b.gin": ("PTQConfig",),
+}
 # What a user must give, for the files that say so in their header.
 GIVEN = {
   "configs/evaluate/gsm8k.gin": ["gsm8k_items.path = 'test.parquet'"],

@@ -12,6 +12,7 @@ from jaxlab.parallel import advise, compilers, plan, targets
 from jaxlab.parallel import mesh as meshes
 from launch import common, recipes, registry
 from launch import plan as verb
+from pallas_kernels.fp4_gemm import cpu
 from tests.launch import small_train, verbs
 from tests.rl import killed, tiny
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 RECIPE_7B = "configs/qerl/qwen2p5_7b_gsm8k.gin"  # its model and its data are not here
 
 
+ON_CPU = "xla" if cpu.why_no_library() else "cpu"
 BATCH = ("--gin_bindings=AccuracyConfig.batch_size = 4",)
 DECODES = {"recipe": "greedy.gin"}
 
@@ -93,7 +95,7 @@ def test_what_a_plan_says(run, workdir):
   assert whole["fits"] is True and whole["compiled"] is True and whole["remedies"] == []
   assert whole["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
   assert whole["device_bytes"] == targets.parse("cpu").device.memory_bytes
-  assert whole["implementations"] == {"fp4_matmul": "xla"}
+  assert whole["implementations"] == {"fp4_matmul": ON_CPU}
   found = programs(workdir)
   assert list(found) == ["rollout_prefill", "rollout_decode", "train_step"]
   assert whole["peak_bytes"] == max(p["peak_bytes"] for p in found.values())
@@ -111,7 +113,13 @@ def test_what_a_plan_says(run, workdir):
   step = sum(p["seconds"] * p["runs"] for p in found.values())
   assert whole["step_seconds"] == pytest.approx(step)
   text = (workdir / "plan.md").read_text()
-  for part in ("## Memory", "## Time", "## Largest buffers", "| train_step |", "fp4_matmul: xla"):
+  for part in (
+    "## Memory",
+    "## Time",
+    "## Largest buffers",
+    "| train_step |",
+    f"fp4_matmul: {ON_CPU}",
+  ):
     assert part in text
   assert "## What would fit" not in text and "## Search" not in text
   assert (workdir / "plots" / "memory.png").stat().st_size > 1000

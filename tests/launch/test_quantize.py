@@ -12,6 +12,7 @@ from jaxlab.nn import weights
 from jaxlab.quant import by_group, fp4, report
 from jaxlab.quant import model as quant
 from jaxlab.train import budget
+from launch import quantize
 from tests.decode import tiny
 from tests.launch import verbs
 from tests.models import tiny as tiny_models
@@ -31,8 +32,9 @@ def model(tmp_path_factory):
   return folder
 
 
-def run(capsys, workdir, model, output, *bindings):
+def run(capsys, workdir, model, output, *bindings, output_format=None):
   words = [f"--model={model}", f"--output={output}", f"--workdir={workdir}"]
+  words += [f"--output_format={output_format}"] if output_format else []
   return verbs.call("quantize", [*words, *(f"--gin_bindings={b}" for b in bindings)], capsys)
 
 
@@ -54,8 +56,11 @@ def test_what_is_written_is_the_model_quantised(capsys, workdir, tmp_path, model
   )
   assert found["bits_per_weight"] == pytest.approx(FORMATS[name], rel=0.01)
   transformers = json.loads((tmp_path / "out" / "config.json").read_text())
-  assert ("quantization_config" in transformers) == (name == "nvfp4")
-  assert ("other programs do not read it" in done.out) == (name != "nvfp4")
+  others_read_it = name in ("nvfp4", "mxfp4")
+  assert ("quantization_config" in transformers) == others_read_it
+  assert ("other programs do not read it" in done.out) != others_read_it
+  assert found["layout"] == ("compressed_tensors" if others_read_it else "jaxlab")
+  assert found["peak_host_bytes"] > 1e8 and "Peak of host memory" in done.out
 
 
 def test_errors_are_those_of_the_decoded_matrices(capsys, workdir, tmp_path, model):
@@ -85,6 +90,34 @@ def test_a_16_bit_checkpoint_stays_one(capsys, workdir, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, jaxlab.load(tmp_path / "out").params, expected)
 
 
+@pytest.mark.parametrize("layout", ["modelopt", "jaxlab"])
+def test_other_layouts_hold_the_same_codes(capsys, workdir, tmp_path, model, layout):
+  done = run(capsys, workdir, model, tmp_path / "out", output_format=layout)
+  assert done.code == 0, done.err
+  expected = quant.quantize(jaxlab.load(model).params)
+  again = jaxlab.load(tmp_path / "out").params
+  for name in ("q", "down"):
+    a, b = (p["layers"][name]["kernel"] for p in (expected, again))
+    np.testing.assert_array_equal(a.codes, b.codes)
+  assert verbs.result(workdir)["layout"] == layout
+
+
+def test_a_large_folder_is_read_matrix_by_matrix(capsys, workdir, tmp_path, model, monkeypatch):
+  """The same files as from a model in memory, and the same errors."""
+  assert run(capsys, tmp_path / "first", model, tmp_path / "whole").code == 0
+  monkeypatch.setattr(quantize, "STREAM_ABOVE", 0)
+  monkeypatch.setattr(jaxlab, "load", None)
+  done = run(capsys, workdir, model, tmp_path / "out")
+  assert done.code == 0 and "matrix by matrix" in done.err, done.err
+  a, b = (verbs.result(w) for w in (tmp_path / "first", workdir))
+  for name in ("relative_error_mean", "relative_error_max"):
+    assert a[name] == pytest.approx(b[name], rel=1e-5)
+  assert b["bytes_after"] < b["bytes_before"]
+  monkeypatch.undo()
+  whole, streamed = (jaxlab.load(tmp_path / name).params for name in ("whole", "out"))
+  jax.tree.map(np.testing.assert_array_equal, whole, streamed)
+
+
 def test_groups_together_are_the_whole_model(model):
   lm = jaxlab.load(model)
   grouped, errors = by_group.quantize_by_group(lm, quant.quantize)
@@ -110,11 +143,21 @@ def test_a_quantised_model_is_refused(capsys, workdir, tmp_path, model):
     ("quantize.formats='nf4'", "quantize has no argument 'formats'. Did you mean format?"),
     ("quantise.format='nf4'", "nothing is called 'quantise'. Did you mean quantize?"),
     ("quantize.format=4", "quantize.format must be str; got 4."),
+    ("mr_gptq.format='mxfp4'", "mr_gptq.format has no effect: mr_gptq is not used in this run."),
     ("SamplingConfig.top_k=4", "SamplingConfig.top_k has no effect"),
   ],
 )
 def test_a_wrong_binding_is_refused(capsys, workdir, tmp_path, model, binding, message):
   assert message in run(capsys, workdir, model, tmp_path / "out", binding).error
+
+
+def test_a_layout_that_cannot_hold_the_format_is_refused(capsys, workdir, tmp_path, model):
+  done = run(
+    capsys, workdir, model, tmp_path / "out", "quantize.format='nf4'", output_format="fp_quant"
+  )
+  assert "--output_format: fp_quant holds nvfp4 and mxfp4; got nf4. Use --output_format=jaxlab" in (
+    done.error
+  )
 
 
 def test_what_does_not_suit_the_format_is_refused_before_loading(capsys, workdir, tmp_path):

@@ -63,6 +63,17 @@ def test_kinds_are_the_ones_that_jax_knows():
   assert hasattr(pltpu, "get_tpu_info")
 
 
+def test_the_table_of_gpus():
+  find = lambda kind: target.gpu(target.Target("cuda", kind))
+  assert find("NVIDIA H100 80GB HBM3") == target.Gpu((9, 0), 132)
+  assert find("NVIDIA H100 PCIe").multiprocessors == 114
+  assert (find("NVIDIA L4").multiprocessors, find("NVIDIA L40S").multiprocessors) == (58, 142)
+  assert find("NVIDIA A100-SXM4-80GB").capability == (8, 0)
+  assert find("NVIDIA A10G").capability == (8, 6)
+  assert find("NVIDIA of next year") is None and target.gpu(target.TARGETS["cpu"]) is None
+  assert all(target.gpu(known) for known in target.TARGETS.values() if known.platform == "cuda")
+
+
 def test_an_unknown_name_lists_the_known_ones():
   with pytest.raises(ValueError, match=r"got 'a100'.*h100.*v6e"), target.use_target("a100"):
     pass

@@ -13,11 +13,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlab.parallel import flops as counting
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import plan, plan_report, targets
 from jaxlab.quant import fp4
 from jaxlab.rl import programs
 from pallas_kernels import target as kernels
+from pallas_kernels.fp4_gemm import cpu, fp4_matmul
 from tests.rl import tiny as tiny_rl
 
 CPU = targets.parse("cpu")
@@ -38,7 +40,7 @@ def shape(*sizes, dtype=jnp.float32, mesh=None, spec=WHOLE) -> jax.ShapeDtypeStr
 
 
 def flops(function, *args, **trips) -> dict[str, float]:
-  return plan.flops(jax.jit(function).trace(*args).jaxpr.jaxpr, **trips)
+  return counting.count(jax.jit(function).trace(*args).jaxpr.jaxpr, **trips)
 
 
 # --- arithmetic
@@ -323,6 +325,24 @@ def test_a_program_is_compiled_once(tmp_path, monkeypatch):
   assert len(list((tmp_path / "cache").iterdir())) == len(compiles) == 6
 
 
+@pytest.mark.parametrize("rows, platform", [(1, "h100"), (64, "h100"), (5, "cpu")])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_a_kernel_counts_as_the_product_it_stands_for(rows, platform, fmt):
+  """Both directions, of one layer of a stack, whatever the kernel's own arrays look like."""
+  w = fp4.quantize(jnp.ones((2, 256, 128)), fmt)
+  x = jnp.ones((rows, 256), jnp.bfloat16)
+
+  def loss(x, i):
+    y = fp4_matmul(x, w.codes, w.scale, w.multiplier, layer=i)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+  if platform == "cpu" and cpu.why_no_library():
+    pytest.skip("no native library")
+  with kernels.use_target(platform):
+    found = flops(jax.grad(loss), x, jnp.int32(1))
+  assert found == {"bfloat16": 2 * 2 * rows * 256 * 128}
+
+
 # --- without a compiler
 
 
@@ -341,7 +361,8 @@ def test_without_a_compiler_an_rl_recipe_is_lowered_and_counted(text, sizes):
     shapes = [
       x for x in jax.tree.leaves((program.args, dict(program.kwargs))) if hasattr(x, "sharding")
     ]
-    assert not found.compiled and found.implementations == {"fp4_matmul": "xla"}
+    chosen = {"cuda": "triton", "tpu": "xla"}[target.device.platform]
+    assert not found.compiled and found.implementations == {"fp4_matmul": chosen}
     assert found.argument_bytes == plan.device_bytes(shapes)
     everything = plan.device_bytes(
       list({id(x): x for x in [*shapes, *jax.tree.leaves(recipe.resident)]}.values())

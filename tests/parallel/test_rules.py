@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlab
 from jaxlab import lora
-from jaxlab.nn import stack, weights
+from jaxlab.nn import stack, weight_specs, weights
 from jaxlab.parallel import mesh as meshes
 from jaxlab.parallel import rules
 from jaxlab.train import guard, state, step
@@ -60,13 +60,13 @@ def test_specs_of_every_part():
 
 def test_specs_of_other_leaves():
   down, up = jnp.ones((64, 4)), jnp.ones((4, 64))
-  low = weights.partition_specs(weights.LowRank(down, up), "fsdp", "tensor", mesh_of(*SMALL))
+  low = weight_specs.partition_specs(weights.LowRank(down, up), "fsdp", "tensor", mesh_of(*SMALL))
   assert low.down == P("fsdp") and low.up == P(None, "tensor")
   w4a4 = dataclasses.replace(packed("mxfp4", 64), act_scale=jnp.float32(1))
-  specs = weights.partition_specs(w4a4, None, "tensor", mesh_of(*SMALL))
+  specs = weight_specs.partition_specs(w4a4, None, "tensor", mesh_of(*SMALL))
   assert specs.codes == P("tensor") and specs.act_scale == P()
   dense = weights.LoRA(jnp.ones((64, 64)), down, up)
-  specs = weights.partition_specs(dense, "tensor", "fsdp", mesh_of(*SMALL))
+  specs = weight_specs.partition_specs(dense, "tensor", "fsdp", mesh_of(*SMALL))
   assert specs.base == P("tensor", "fsdp")
 
 

@@ -1,6 +1,7 @@
 """NVFP4 and MXFP4 quantisation. Oracles O1, O2 of arXiv 2510.11696; 1 to 3 of 2509.23202."""
 
 import functools
+from unittest import mock
 
 import hypothesis
 import jax
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from jaxlab.nn import stack, weights
 from jaxlab.quant import fp4, nf4
+from jaxlab.quant import model as quant
+from jaxlab.quant.scales import ScaleConfig
 from pallas_kernels.fp4_gemm import codec
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -32,7 +35,8 @@ W16 = np.float32(
 )
 ROW32 = np.concatenate([W16, W16[::-1] / 4])[None]
 
-jit_quantize = jax.jit(fp4.quantize, static_argnames=("format", "rule", "activations"))
+FP43 = ScaleConfig("fp43")
+jit_quantize = jax.jit(fp4.quantize, static_argnames=("format", "scales", "activations"))
 
 
 def hexed(codes):
@@ -83,7 +87,7 @@ def test_worked_nvfp4_row():
   ],
 )
 def test_worked_mxfp4_row(rule, byte, codes, error):
-  w = fp4.quantize(jnp.asarray(ROW32.T), "mxfp4", rule=rule)
+  w = fp4.quantize(jnp.asarray(ROW32.T), "mxfp4", scales=ScaleConfig(rule))
   np.testing.assert_array_equal(w.scale, [[byte]])
   assert hexed(w.codes) == codes
   assert float(w.tensor_scale) == (3 if rule == "fp43" else 1)
@@ -131,7 +135,9 @@ def test_nvfp4_error_is_within_the_format_bound(amax, seed):
 )
 def test_mxfp4_error_is_within_the_format_bound(amax, seed, rule):
   w_IO = amax * jax.random.uniform(jax.random.key(seed), (64, 16), minval=-1.0)
-  back = np.asarray(weights.dense(jit_quantize(w_IO, "mxfp4", rule=rule)), np.float64)
+  back = np.asarray(
+    weights.dense(jit_quantize(w_IO, "mxfp4", scales=ScaleConfig(rule))), np.float64
+  )
   w = np.asarray(w_IO, np.float64)
   amax_blocks = np.abs(w).reshape(2, 32, 16).max(1).repeat(32, 0)
   # The widest gap is 2 units; amax is at least 3 units. `even` clips 7 to 6.
@@ -150,7 +156,7 @@ def test_gaussian_mse_of_each_rule():
   """The table of 2509.23202 §2.3 as computed for its spec: `even` is the best rule for weights."""
   w = jax.random.normal(jax.random.key(0), (256, 1024))
   for rule, expected in (("floor", 0.0132), ("even", 0.0125), ("ceil", 0.0133), ("fp43", 0.0139)):
-    error = weights.dense(jit_quantize(w, "mxfp4", rule=rule)) - w
+    error = weights.dense(jit_quantize(w, "mxfp4", scales=ScaleConfig(rule))) - w
     assert abs(float(jnp.mean(error**2)) - expected) < 4e-4, rule
 
 
@@ -191,9 +197,64 @@ def test_codes_are_the_ones_of_numpy_on_bfloat16_weights():
   np.testing.assert_array_equal(w.codes, code[:, ::2] | code[:, 1::2] << 4)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "nf4"])
-def test_a_stack_equals_its_matrices(fmt):
-  quantize = nf4.quantize if fmt == "nf4" else functools.partial(fp4.quantize, format=fmt)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_half_precision_is_read_as_float32(fmt, dtype):
+  w = (0.02 * jax.random.normal(jax.random.key(6), (64, 16))).astype(dtype)
+  w = w.at[:32, 0].set(jnp.finfo(dtype).smallest_subnormal)
+  half, single = fp4.quantize(w, fmt), fp4.quantize(w.astype(jnp.float32), fmt)
+  for a, b in zip(jax.tree.leaves(half), jax.tree.leaves(single), strict=True):
+    np.testing.assert_array_equal(np.atleast_1d(a).view(np.uint8), np.atleast_1d(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_the_largest_weights_of_a_dtype_stay_finite(fmt):
+  for dtype in (jnp.float32, jnp.bfloat16):
+    w = jnp.full((32, 2), jnp.finfo(dtype).max, dtype).at[0].set(-jnp.finfo(dtype).max)
+    back = weights.dense(fp4.quantize(w, fmt), dtype).astype(jnp.float32)
+    assert jnp.isfinite(back).all()
+    # MXFP4: 6 * 2^125 is its largest
+    np.testing.assert_allclose(
+      back / w.astype(jnp.float32), 1 if fmt == "nvfp4" else 0.75, rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize(
+  ("fmt", "tiny", "lost"),
+  [("nvfp4", 1e-8, 2), ("nvfp4", 1e-42, 2), ("nvfp4", 1e-6, 0), ("mxfp4", 1e-30, 0),
+   ("mxfp4", 1e-42, 1)],
+)  # fmt: skip
+def test_a_block_that_becomes_zero_is_warned_of(fmt, tiny, lost):
+  w = np.ones((2, 64, 3), np.float32)
+  w[1, :32, 2] = tiny
+  with mock.patch.object(fp4.logging, "warning") as warning:
+    fp4.quantize(jnp.asarray(w), fmt)
+  assert [call.args[1] for call in warning.call_args_list] == ([lost] if lost else [])
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("search", ["mse", "mse_unrounded"])
+def test_a_search_lowers_the_error_of_real_shapes(fmt, search):
+  w = jax.random.t(jax.random.key(7), 4, (256, 128)) * 0.02
+  plain, searched = (fp4.quantize(w, fmt, scales=ScaleConfig(search=s)) for s in ("none", search))
+  a, b = (float(jnp.mean((weights.dense(p) - w) ** 2)) for p in (plain, searched))
+  assert b < a
+  if search == "mse":
+    assert b < (0.85 if fmt == "nvfp4" else 0.99) * a
+
+
+STACKED = [
+  ("nvfp4", ScaleConfig()),
+  ("nvfp4", ScaleConfig(search="mse", joint_rounds=3)),
+  ("mxfp4", ScaleConfig("fp43", "mse")),
+  ("nf4", None),
+]
+
+
+@pytest.mark.parametrize(("fmt", "scales"), STACKED)
+def test_a_stack_equals_its_matrices(fmt, scales):
+  make = functools.partial(fp4.quantize, format=fmt, scales=scales)
+  quantize = nf4.quantize if fmt == "nf4" else make
   sizes = jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
   w = jax.random.normal(jax.random.key(4), (3, 64, 16)) * sizes
   stacked = quantize(w)
@@ -251,6 +312,37 @@ def test_fused_kernels_share_the_smallest_divisor():
   assert len(set(divisors)) == 3
 
 
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_fused_kernels_share_the_divisor_of_a_search(rounds):
+  """With rounds the divisor is fitted to all members; their codes are those of one wide matrix."""
+  scales = ScaleConfig(search="mse", joint_rounds=rounds)
+  params = model()
+  packed = fp4.quantize_params(params, scales=scales)["layers"]
+  for names in (("q", "k", "v"), ("gate", "up")):
+    wide = jnp.concatenate([params["layers"][n]["kernel"] for n in names], axis=-1)
+    whole = fp4.quantize(wide, scales=scales)
+    for part in ("codes", "scale"):
+      found = [np.asarray(getattr(packed[n]["kernel"], part)).view(np.uint8) for n in names]
+      expected = np.asarray(getattr(whole, part)).view(np.uint8)
+      np.testing.assert_array_equal(np.concatenate(found, axis=-2), expected)
+    for n in names:
+      np.testing.assert_array_equal(packed[n]["kernel"].tensor_scale, whole.tensor_scale)
+      assert packed[n]["kernel"].shape == params["layers"][n]["kernel"].shape
+
+
+def test_the_recipe_binds_the_scale_options():
+  params = model()
+  made = quant.quantize(params, "mxfp4", rule="fp43", activations="fp4", search="mse")
+  expected = fp4.quantize_params(
+    params, "mxfp4", scales=ScaleConfig("fp43", "mse"), activations="fp4"
+  )
+  assert jax.tree.structure(made) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_array_equal(a, b)
+  with pytest.raises(ValueError, match="head must be none or int8; got 'fp4'"):
+    quant.quantize(params, head="fp4")
+
+
 def test_stacked_equals_unstacked_model():
   params = model()
   stacked = stack.unstack(fp4.quantize_params(params))
@@ -298,13 +390,19 @@ def test_adapters_are_not_counted_as_linears():
     (lambda w: fp4.quantize(w * jnp.nan), "must be finite; got 256 of 256"),
     (lambda w: nf4.quantize(w * jnp.inf), "must be finite; got 256 of 256"),
     (lambda w: fp4.quantize(w, "int4"), "nvfp4, mxfp4; got 'int4'"),
-    (lambda w: fp4.quantize(w, "mxfp4", rule="up"), "unknown scale rule; got 'up'"),
-    (lambda w: fp4.quantize(w, rule="ceil"), "nvfp4 has no scale rule; got 'ceil'"),
+    (lambda w: fp4.quantize(w, "mxfp4", scales=ScaleConfig("up")), "unknown scale rule; got 'up'"),
+    (lambda w: fp4.quantize(w, scales=ScaleConfig("ceil")), "nvfp4 has no scale rule; got 'ceil'"),
     (lambda w: fp4.quantize(w, activations="int8"), "got 'int8'"),
     (lambda w: fp4.quantize(w, tensor_amax=jnp.float32(0.5)), "at least .*Smaller would clip"),
     (lambda w: fp4.quantize(w, "mxfp4", tensor_amax=jnp.float32(2)), "mxfp4 has no tensor scale"),
     (lambda w: fp4.quantize_params({"layers": {}}), "must have kernels below 'layers'; got none"),
     (lambda w: fp4.quantize_params(model(), "fp8"), "unknown format; got 'fp8'"),
+    (
+      lambda w: fp4.quantize_params(model(), "nf4", activations="fp4"),
+      "nf4 has no scale options .*activations='fp4'",
+    ),
+    (lambda w: fp4.quantize_params(model(), scales=FP43), "nvfp4 has no scale rule; got 'fp43'"),
+    (lambda w: fp4.quantize(w * 1e38, "mxfp4", scales=FP43), r"up to 8.51e\+37; got 1e\+38"),
     (
       lambda w: fp4.quantize_params(fp4.quantize_params(model())),
       "layers/down/kernel must be dense; got FP4Array",

@@ -1,5 +1,9 @@
 """Errors and sizes of a quantised model, by hand in numpy."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +12,16 @@ import pytest
 from jaxlab import lora
 from jaxlab.models import causal_lm
 from jaxlab.nn import weights
-from jaxlab.quant import fp4, report
+from jaxlab.quant import by_group, fp4, report
 from jaxlab.quant import model as quant
 
 CONFIG = causal_lm.CausalLMConfig(50, 64, 2, 4, 2, 16, 128)
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.125, "bf16": 16.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:  # the only field of a jaxlab.LM that is looked at
+  params: Any
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +42,13 @@ def test_the_error_is_that_of_the_decoded_matrix(params):
   assert (report.relative_error(0 * w, w) < np.inf).all()
 
 
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_the_error_does_not_depend_on_the_magnitude(magnitude):
+  w = jax.random.normal(jax.random.key(1), (64, 64))
+  plain, scaled = (report.relative_error(x, fp4.quantize(x)) for x in (w, w * magnitude))
+  np.testing.assert_allclose(plain, scaled, rtol=0.03)
+
+
 @pytest.mark.parametrize("format", BITS)
 def test_format_and_sizes(params, format):
   packed = quant.quantize(params, format)
@@ -45,6 +61,18 @@ def test_format_and_sizes(params, format):
   assert sizes["weight_bytes"] == pytest.approx(BITS[format] / 8 * linears, abs=2 * 4 * 14)
   assert sizes["model_bytes"] == sizes["weight_bytes"] + 2 * rest
   assert sizes["bits_per_weight"] == pytest.approx(BITS[format], rel=0.01)
+
+
+def test_groups_and_the_head_are_quantised_as_the_whole(params):
+  quantize = functools.partial(quant.quantize, search="four_over_six", head="int8")
+  made, errors = by_group.quantize_by_group(Model(params), quantize)
+  whole = quantize(params)
+  assert jax.tree.structure(made.params) == jax.tree.structure(whole)
+  for a, b in zip(jax.tree.leaves(made.params), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+  assert isinstance(made.params["embed"], weights.Int8Array)
+  up = report.relative_error(params["layers"]["up"]["kernel"], whole["layers"]["up"]["kernel"])
+  np.testing.assert_array_equal(errors["up"], up)
 
 
 def test_adapters_do_not_hide_the_format(params):

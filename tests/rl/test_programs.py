@@ -311,5 +311,5 @@ def test_a_mesh_that_does_not_divide(sizes, message):
 
 def test_an_architecture_that_we_do_not_have():
   mesh = jax.sharding.AbstractMesh((1, 1, 1, 1), meshes.AXES)
-  with pytest.raises(ValueError, match="'bert' is not supported"):
-    programs.recipe({"model_type": "bert"}, tiny.config(), NVFP4, mesh)
+  with pytest.raises(ValueError, match="'gpt2' is not supported"):
+    programs.recipe({"model_type": "gpt2"}, tiny.config(), NVFP4, mesh)
