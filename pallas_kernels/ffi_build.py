@@ -24,6 +24,7 @@ from absl import logging
 
 COMPILERS = ("c++", "g++", "clang++")  # after $CXX
 COMPILE_SECONDS = 600  # ten times what two busy cores take
+SOURCES = (".cc", ".h")
 BASE_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-w")
 
 
@@ -45,7 +46,7 @@ def load(name: str, folder: pathlib.Path, units: tuple[Unit, ...]) -> ctypes.CDL
 
   Args:
     name: begins the name of the file; its `tag` attribute tells builds apart.
-    folder: sources and headers; all of its files are part of the key.
+    folder: holds them and their headers.
   """
   try:
     path = build(name, folder, units)
@@ -106,7 +107,7 @@ def _key(compiler: str, folder: pathlib.Path, units: tuple[Unit, ...]) -> str:
   parts = [compiler, _first_line(compiler), jaxlib.__version__, _cpu(), repr(units)]
   parts += list(BASE_FLAGS)
   for path in sorted(folder.iterdir()):
-    if path.is_file():
+    if path.suffix in SOURCES:
       parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
   return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -10,6 +10,9 @@ from typing import Any
 
 def require() -> Any:
   """The module `llama_cpp`. Raises: ValueError with the way to install it."""
+  # Its two threads spin while they wait for each other: beside other busy processes it becomes ten
+  # times slower, which would flatter us. As `baselines.require` does for torch.
+  os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
   try:
     return importlib.import_module("llama_cpp")
   except ImportError as error:

@@ -189,7 +189,7 @@ def _forward_call(device, rotation, interpret, x_MK, codes, scale, tensor_scale,
   at_scales = (lambda m, o, l: (l[0], 0, o)) if plan.by_k else (lambda m, o, l: (l[0], o, 0))
   return pl.pallas_call(
     functools.partial(
-      _forward_few if few else _forward_many, plan=plan, split=device.device_kind == TWO_CORES
+      _forward_few if few else _forward_many, plan=plan, every_step=device.device_kind == TWO_CORES
     ),
     out_shape=jax.ShapeDtypeStruct((rows, plan.out), x_MK.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -209,7 +209,7 @@ def _forward_call(device, rotation, interpret, x_MK, codes, scale, tensor_scale,
         pltpu.VMEM((operands, sizes.out), jnp.float32),
       ],
     ),
-    compiler_params=_parameters(sizes.vmem_bytes, device, ("arbitrary", "parallel")),
+    compiler_params=_parameters(sizes.vmem_bytes, device, ("parallel", "parallel")),
     interpret=interpret,
     name="fp4_forward",
   )(layer, tensor_scale, x_MK, *_in_hbm(codes, scale))
@@ -217,11 +217,12 @@ def _forward_call(device, rotation, interpret, x_MK, codes, scale, tensor_scale,
 
 def _backward_call(device, rotation, interpret, dy_MO, codes, scale, tensor_scale, layer):
   rows, out = dy_MO.shape
-  block = _up(pl.cdiv(rows, pl.cdiv(rows, MAX_ROWS)), 16)
+  parts = _parts(dy_MO.dtype)
+  block = _up(pl.cdiv(rows, pl.cdiv(rows, MAX_ROWS // parts)), 16)
   out_block = next(n for n in (128, 256, 512) if n >= min(out, 512))
   plan, scale = _plan(device, codes, scale, min(out_block, 256), rotation)
   lanes = LANES * min(plan.per, plan.groups)
-  sums, wide = _parts(dy_MO.dtype) * block, dy_MO.dtype.itemsize
+  sums, wide = parts * block, dy_MO.dtype.itemsize
   vmem = 8 * sums * lanes + 2 * block * wide * (out_block + 2 * lanes) + 3 * out_block * lanes
   at_scales = (lambda m, h, o, l: (l[0], h, o)) if plan.by_k else (lambda m, h, o, l: (l[0], o, h))
   return pl.pallas_call(
@@ -291,15 +292,15 @@ def _in_hbm(*stacks):
 # --- kernels
 
 
-def _forward_many(layer, tensor_scale, x, codes, scale, y, ordered, sums, *, plan, split):
+def _forward_many(layer, tensor_scale, x, codes, scale, y, ordered, sums, *, plan, every_step):
   """y [M, O] += the columns of a chunk of K, whose scales fill 128 lanes, times the weights."""
   rows = x.shape[0]
 
-  def order(group, terms):
-    for n, term in enumerate(terms):
+  def order(group, columns):
+    for n, term in enumerate(decode.split(columns)):
       ordered[pl.ds(n * rows, rows), decode.lanes_of(group, PAIR)] = term
 
-  decode.order_columns(x, plan, order, split)
+  decode.order_columns(x, plan, order, every_step)
   sums[...] = jnp.zeros_like(sums)
 
   def chunk(index, count, valid):
@@ -315,23 +316,24 @@ def _forward_many(layer, tensor_scale, x, codes, scale, y, ordered, sums, *, pla
   y[...] = (decode.join(sums[...], rows) * tensor_scale[layer[0]]).astype(y.dtype)
 
 
-def _forward_few(layer, tensor_scale, x, codes, scale, y, ordered, sums, *, plan, split):
+def _forward_few(layer, tensor_scale, x, codes, scale, y, ordered, sums, *, plan, every_step):
   """The same with a row of `ordered` and `sums` for each row of x and each of 16 scales."""
   rows = ordered.shape[0] // SLAB
   real = rows // _parts(x.dtype)
   per_slab = plan.per * SLAB // LANES  # groups of 128 bytes
 
-  def order(group, terms):
+  def order(group, columns):
     lane = jax.lax.broadcasted_iota(jnp.int32, (SLAB, PAIR), 1) & (LANES - 1)
     scale_of = (lane >> decode.shift(plan)) + (LANES // plan.per) * (group & (per_slab - 1))
     mine = scale_of == jax.lax.broadcasted_iota(jnp.int32, (SLAB, PAIR), 0)
-    terms = [term.astype(jnp.float32) for term in terms]  # of which one row is easier to take
+    # In float32, of which one row is easier to take.
+    terms = [term.astype(jnp.float32) for term in decode.split(columns)]
     for row in range(rows):
       values = terms[row // real][row % real : row % real + 1]
       values = jnp.where(mine, values, 0.0).astype(jnp.bfloat16)
       ordered[pl.ds(SLAB * row, SLAB), decode.lanes_of(group, PAIR)] = values
 
-  decode.order_columns(x, plan, order, split)
+  decode.order_columns(x, plan, order, every_step)
   sums[...] = jnp.zeros_like(sums)
 
   def chunk(index, count, valid):
@@ -370,9 +372,8 @@ def _backward(layer, tensor_scale, dy, codes, scale, dx, sums, *, plan):
   def chunk(count, valid):
     for first in range(0, width, plan.tile):
       grads = dy[:, pl.ds(first, plan.tile)]
-      if left is not None:  # what is beyond O may be anything, NaN too
-        lane = jax.lax.broadcasted_iota(jnp.int32, grads.shape, 1)
-        grads = jnp.where(lane < left - first, grads, jnp.zeros_like(grads))
+      if left is not None:
+        grads = decode.first_of(grads, left - first, 1)
       grads = jnp.concatenate(decode.split(grads), 0)
       words = decode.words_of(decode.scales_of(scale, 0, first, plan, valid, left), plan)
       for n in range(count):

@@ -58,18 +58,17 @@ def for_chunks(plan, chunk):
 
 
 def order_columns(x, plan, order, every_step):
-  """order(group, bfloat16 terms of x, rotated, in order) of every 256 columns of a block of rows.
+  """order(group, columns) for every 256 of a block of rows: rotated, in x's dtype, even ones first.
 
   A new block is known by its first step, unless each core has steps of its own.
   """
 
   def every(group, columns):
     values = x[:, lanes_of(group, PAIR)]
-    if columns < PAIR:  # what is beyond K may be anything, NaN too
-      lane = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-      values = jnp.where(lane < columns, values, jnp.zeros_like(values))
+    if columns < PAIR:
+      values = first_of(values, columns, 1)
     values = add([dot(term, matrix, NN) for term in split(values)])
-    order(group, split((values * norm(plan)).astype(x.dtype)))
+    order(group, (values * norm(plan)).astype(x.dtype))
 
   def all_groups():
     whole, tail = divmod(plan.features, PAIR)
@@ -104,6 +103,13 @@ def order_matrix(plan):
 
 def norm(plan):
   return 1 / math.sqrt(plan.rotation) if plan.rotation else 1.0
+
+
+def first_of(values, size, axis):
+  """The first `size` along an axis. What is beyond W may be anything, NaN too, and becomes zero."""
+  index = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+  wide = values.astype(jnp.float32)  # not every TPU has masks for bfloat16
+  return jnp.where(index < size, wide, 0.0).astype(values.dtype)
 
 
 def split(x):
@@ -175,8 +181,8 @@ def _values(packed, generation):
 def scales_of(scale, index, first, plan, valid, left=None):
   """float32 scales of 128 blocks and a tile of O, [128, tile] or [tile, 128] as they are stored.
 
-  What is not there may be anything, NaN too, and becomes zero: scales from `valid` on, and those of
-  rows from `left` on, where that is not None.
+  valid: scales that there are, of each row. left: rows of W that there are from the first of the
+    block on, if fewer.
   """
   lanes, rows = lanes_of(index, LANES), pl.ds(first, plan.tile)
   raw = scale[lanes, rows] if plan.by_k else scale[rows, lanes]
@@ -189,12 +195,8 @@ def scales_of(scale, index, first, plan, valid, left=None):
     values = raw.astype(jnp.float32) * 2.0**bias
   k_axis = 0 if plan.by_k else 1
   if valid < LANES:
-    k = jax.lax.broadcasted_iota(jnp.int32, values.shape, k_axis)
-    values = jnp.where(k < valid, values, 0.0)
-  if left is not None:
-    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 - k_axis)
-    values = jnp.where(row < left - first, values, 0.0)
-  return values
+    values = first_of(values, valid, k_axis)
+  return values if left is None else first_of(values, left - first, 1 - k_axis)
 
 
 def words_of(scales, plan):

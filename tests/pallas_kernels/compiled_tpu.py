@@ -52,8 +52,8 @@ class Schedule:
   slots: dict[str, int]  # of a word
 
   def __str__(self) -> str:
-    used = (f"{unit} {n} of {self.slots[unit]}" for unit, n in self.used.items() if n)
-    return f"{self.bundles} bundles, slots used: {', '.join(used)} a bundle"
+    used = (f"{unit} {n} ({self.slots[unit]})" for unit, n in self.used.items() if n)
+    return f"{self.bundles} bundles; slots used, and slots of a bundle: {', '.join(used)}"
 
 
 def packed(format: str, out: int, features: int, layers: int = 4) -> tuple:

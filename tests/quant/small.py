@@ -10,7 +10,7 @@ import numpy as np
 from jaxlab import lm as language_model
 from jaxlab.io import huggingface
 from jaxlab.models import zoo
-from tests.models import tiny, tiny_modernbert
+from tests.models import tiny, tiny_bert, tiny_modernbert
 
 # Equal widths: sites of few shapes, so that few programs are compiled.
 WIDTH, MLP, LAYERS, VOCAB = 64, 64, 2, 97
@@ -23,7 +23,9 @@ CONFIGS = {
   "modernbert": tiny_modernbert.config(
     "encoder", vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=4
   ),
+  "bert": tiny_bert.CONFIG | {"num_attention_heads": 4} | SIZES,
 }
+BERT_SITES = (("q", "k", "v"), ("o",), ("up",), ("down",))
 run_hidden = jax.jit(
   lambda module, params, ids: module.apply({"params": params}, ids, method="hidden")[0],
   static_argnums=0,

@@ -226,3 +226,8 @@ def test_outputs_split_over_eight_devices_are_those_of_one():
   found = gptq.solve(jax.device_put(w, split), jax.device_put(unit, split), factor)
   assert found.sharding.is_equivalent_to(split, 2)
   np.testing.assert_array_equal(found, solve(w, unit, hessian))
+  program = gptq._solve.lower(
+    jax.device_put(w, split), jax.device_put(unit, split), *factor[:3], block=I
+  ).compile()
+  for word in ("all-reduce", "all-gather", "collective-permute", "all-to-all"):
+    assert word not in program.as_text()

@@ -59,7 +59,7 @@ def test_what_was_int8_before_is_kept():
 
 
 def test_refusals():
-  with pytest.raises(ValueError, match="multiple of the block; got 40 and 32"):
+  with pytest.raises(ValueError, match="block must divide the width; got 32 and 40"):
     int8.quantize(jnp.ones((2, 40)))
   with pytest.raises(ValueError, match="must be finite"):
     int8.quantize(jnp.full((2, 32), jnp.nan))
