@@ -22,7 +22,9 @@ from pallas_kernels.fp4_gemm.split import Split
 KERNELS = ("cpu", "triton", "cudnn", "mosaic_gpu", "blackwell", "mosaic_tpu")
 TAKE_ROWS = ("cudnn", "blackwell")  # FP4 by FP4, in hardware
 IMPLEMENTATIONS = ("reference", "xla", *KERNELS)
-PRODUCERS = {"triton": "producer_triton"}  # kernels of `hadamard_quantize`: why_not, forward
+ROTATES = ("mosaic_tpu",)  # whose forward and backward can rotate x too, up to MAX_ROTATION
+# Kernels of `hadamard_quantize`, and their modules: each has why_not and forward.
+PRODUCERS = {"triton": "producer_triton", "mosaic_tpu": "producer_tpu"}
 # Rows from which XLA's own product, which decodes W once, is expected to win over decoding it in
 # every tile of rows; by arithmetic, not measured (README).
 TRITON_ROWS = {9: 1024}
@@ -111,11 +113,11 @@ def fp4_matmul_many(
   if any(name in TAKE_ROWS for name in names):
     fixed = jax.lax.stop_gradient(x)
     rows = hadamard_quantize(fixed, format, rotation=rotation, act_scale=act_scale)
-  x = codec.rotate(x, rotation)
+  rotated = codec.rotate(x, rotation)
   if activations == "fp4" and not all(name in TAKE_ROWS for name in names):
-    rounded = codec.fake_quantize(x, format, act_scale)
+    rounded = codec.fake_quantize(rotated, format, act_scale)
   else:
-    rounded = x
+    rounded = rotated
   ys = []
   same = lambda item: item[:2]  # neighbours of one implementation and one split go together
   items = zip(names, split or [None] * len(packed), packed, strict=True)
@@ -123,11 +125,13 @@ def fp4_matmul_many(
     ws = tuple(tuple(w) for _, _, w in group)
     with jax.named_scope(f"fp4_matmul:{name}"):  # read by profilers and by `launch.plan`
       if name in TAKE_ROWS:
-        ys += [_product_of_rows(name, one_split, x, rows, *w, layer) for w in ws]
+        ys += [_product_of_rows(name, one_split, rotated, rows, *w, layer) for w in ws]
       elif name == "reference":  # autodiff of plain jnp: the oracle of the gradients too
         ys += [reference.forward(rounded, *w, layer) for w in ws]
+      elif activations == "none" and _rotates(name, rotation, one_split, x.shape[-1]):
+        ys += _products(name, rotation, one_split, x, ws, layer)
       else:
-        ys += _products(name, one_split, rounded, ws, layer)
+        ys += _products(name, 0, one_split, rounded, ws, layer)
   return tuple(ys)
 
 
@@ -145,7 +149,7 @@ def hadamard_quantize(
     format: "nvfp4" or "mxfp4".
     rotation: size of the block Hadamard, 0 for none.
     act_scale: nvfp4 only, a static multiplier; None takes one from each row.
-    implementation: None (by rule), "xla", or one of PRODUCERS.
+    implementation: None (by rule: the kernel that can run here), "xla", or one of PRODUCERS.
   Raises: ValueError for what does not fit together; NotImplementedError for a forced
     implementation that cannot run here.
   """
@@ -170,33 +174,47 @@ def _module(name: str) -> ModuleType:
   return importlib.import_module(f"pallas_kernels.fp4_gemm.{name}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _products(name, split, x, ws, layer):
-  """x @ W for each (codes, scale, tensor_scale) of `ws`."""
+def _rotates(name, rotation, split, features) -> bool:
+  """True if the kernel is to rotate x: whole blocks of every device's part."""
+  if name not in ROTATES or not rotation:
+    return False
+  parts = split.mesh.shape[split.in_axis] if split and split.in_axis else 1
+  return rotation <= _module(name).MAX_ROTATION and features // parts % rotation == 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _products(name, rotation, split, x, ws, layer):
+  """rotate(x) @ W for each (codes, scale, tensor_scale) of `ws`."""
   many = getattr(_module(name), "forward_many", None)
   if many is None or split is not None or len(ws) == 1:
-    return [_run(_module(name).forward, split, name, x, w, layer) for w in ws]
+    forward = _rotating(_module(name).forward, rotation)
+    return [_run(forward, split, name, x, w, layer) for w in ws]
   ys = many(x.reshape(-1, x.shape[-1]), ws, layer)
   return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
-def _products_forward(name, split, x, ws, layer):
-  return _products(name, split, x, ws, layer), (ws, layer)
+def _products_forward(name, rotation, split, x, ws, layer):
+  return _products(name, rotation, split, x, ws, layer), (ws, layer)
 
 
-def _products_backward(name, split, residuals, dys):
+def _products_backward(name, rotation, split, residuals, dys):
   ws, layer = residuals
-  dx = sum(_transposed(name, split, dy, w, layer) for dy, w in zip(dys, ws, strict=True))
-  return dx, None, None
+  each = [_transposed(name, rotation, split, dy, w, layer) for dy, w in zip(dys, ws, strict=True)]
+  return sum(each), None, None
 
 
 _products.defvjp(_products_forward, _products_backward)
 
 
-def _transposed(name, split, dy, w, layer):
+def _transposed(name, rotation, split, dy, w, layer):
   if not hasattr(_module(name), "backward"):
     name = "xla"
-  return _run(_module(name).backward, split, name, dy, w, layer, transposed=True)
+  backward = _rotating(_module(name).backward, rotation)
+  return _run(backward, split, name, dy, w, layer, transposed=True)
+
+
+def _rotating(product, rotation):
+  return functools.partial(product, rotation=rotation) if rotation else product
 
 
 def _run(product, split, name, x, w, layer, *, transposed=False):
@@ -237,7 +255,7 @@ def _rows_forward(name, split, x, rows, codes, scale, tensor_scale, layer):
 
 def _rows_backward(name, split, residuals, dy):
   *w, layer = residuals
-  return _transposed(name, split, dy, w, layer), None, None, None, None, None
+  return _transposed(name, 0, split, dy, w, layer), None, None, None, None, None
 
 
 _product_of_rows.defvjp(_rows_forward, _rows_backward)
@@ -278,8 +296,8 @@ def _refusal(name, rows, dtype, shape, format, device, activations) -> str | Non
 
 def candidates(device: target.Target, rows: int, activations: str) -> tuple[str, ...]:
   """Implementations in the order in which the rule tries them; "xla" ends every list."""
-  if device.platform == "cpu":
-    return ("cpu", "xla")
+  if device.platform in ("cpu", "tpu"):
+    return ("cpu" if device.platform == "cpu" else "mosaic_tpu", "xla")
   found = []
   if device.platform == "cuda":
     if activations == "fp4" and rows >= CUDNN_ROWS:
@@ -297,23 +315,17 @@ def _choose_producer(asked, device, rows, dtype, features, format, rotation) -> 
       f"hadamard_quantize: unknown implementation; got {asked!r}. "
       f"Use one of {', '.join(('xla', *PRODUCERS))}, or None."
     )
-  if asked == "xla":
-    return asked
-  if asked is None:
-    names = ("triton",) if device.platform == "cuda" else ()
-    can = (
-      n
-      for n in names
-      if _producer_refusal(n, rows, dtype, features, format, rotation, device) is None
+  refusal = lambda name: _module(PRODUCERS[name]).why_not(
+    rows, dtype, features, format, rotation, device
+  )
+  if asked in PRODUCERS and (reason := refusal(asked)):
+    raise NotImplementedError(
+      f"hadamard_quantize: {asked!r} cannot run here: {reason}. Pass None to leave the choice."
     )
-    return next(can, "xla")
-  if reason := _producer_refusal(asked, rows, dtype, features, format, rotation, device):
-    raise NotImplementedError(f"hadamard_quantize: {asked!r} cannot run here: {reason}.")
-  return asked
-
-
-def _producer_refusal(name, *about) -> str | None:
-  return _module(PRODUCERS[name]).why_not(*about)
+  if asked is not None:
+    return asked
+  names = () if device.platform == "cpu" else PRODUCERS  # to import Pallas takes half a second
+  return next((name for name in names if refusal(name) is None), "xla")
 
 
 @functools.cache

@@ -1,14 +1,19 @@
 """What `api` adds to every implementation: FP4 rows, shared inputs, meshes. Dims: O out, K in."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.fp4_gemm import api, codec, cpu, fp4_matmul
+from pallas_kernels import target
+from pallas_kernels.fp4_gemm import api, codec, cpu, fp4_matmul, mosaic_tpu
 from pallas_kernels.fp4_gemm import split as splits
 
 LAYERS, O, K = 3, 64, 256
@@ -101,6 +106,61 @@ def test_a_kernel_on_a_mesh(in_axis, out_axis, kernel):
   np.testing.assert_allclose(dx, expected_dx, atol=2e-5 * float(jnp.abs(expected_dx).max()))
   gathers = [line for line in on_mesh.as_text().splitlines() if "all-gather" in line]
   assert not [line for line in gathers if "u8[" in line or "f8e4m3fn[" in line]
+
+
+@pytest.fixture
+def interpreted_tpu(monkeypatch):
+  """A v6e, whose kernel is interpreted here. The list says which rotations it was asked for."""
+  asked = []
+
+  def direction(run):
+    @functools.wraps(run)
+    def call(*args, rotation=0):
+      asked.append(rotation)
+      return run(*args, rotation=rotation, interpret=pltpu.InterpretParams())
+
+    return call
+
+  kernel = types.SimpleNamespace(
+    why_not=mosaic_tpu.why_not, MAX_ROTATION=mosaic_tpu.MAX_ROTATION,
+    forward=direction(mosaic_tpu.forward), backward=direction(mosaic_tpu.backward),
+  )  # fmt: skip
+  real = api._module
+  monkeypatch.setattr(api, "_module", lambda name: kernel if name == "mosaic_tpu" else real(name))
+  api._choose.cache_clear()
+  with target.use_target("v6e"):
+    yield asked
+  api._choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+  ("activations", "rotation", "in_the_kernel"),
+  [("none", 128, 128), ("fp4", 128, 0), ("none", 0, 0)],
+)
+def test_a_tpu_kernel_rotates_what_it_reads(interpreted_tpu, activations, rotation, in_the_kernel):
+  x, ws = rows(2, 3), [packed(0), packed(1, 32)]
+  options = {"layer": jnp.int32(1), "activations": activations, "rotation": rotation}
+
+  def loss(x, implementation):
+    ys = api.fp4_matmul_many(x, ws, implementation=implementation, **options)
+    return sum(jnp.sum(jnp.sin(y)) for y in ys), ys
+
+  grad = jax.value_and_grad(loss, has_aux=True)
+  (_, ys), dx = grad(x, None)  # by the rule
+  assert interpreted_tpu == [in_the_kernel] * 4  # two products, there and back
+  (_, expected), expected_dx = grad(x, "reference")
+  for y, want in zip(ys, expected, strict=True):
+    np.testing.assert_allclose(y, want, atol=1e-5 * float(jnp.abs(want).max()))
+  np.testing.assert_allclose(dx, expected_dx, atol=2e-5 * float(jnp.abs(expected_dx).max()))
+
+
+def test_a_part_of_a_mesh_that_cuts_a_rotation_is_rotated_outside(interpreted_tpu):
+  mesh = jax.sharding.AbstractMesh((1, 1, 4, 1), ("data", "fsdp", "tensor", "sequence"))
+  split = splits.Split(mesh, "tensor", None)  # parts of 64 columns
+  assert not api._rotates("mosaic_tpu", 128, split, K)
+  assert api._rotates("mosaic_tpu", 64, split, K) and api._rotates("mosaic_tpu", 128, None, K)
+  assert not api._rotates("mosaic_tpu", 2 * mosaic_tpu.MAX_ROTATION, None, 4096)
+  assert not api._rotates("cpu", 64, None, K)
 
 
 def test_a_forced_implementation_says_why_it_cannot_run():
