@@ -69,33 +69,50 @@ def build(name: str, folder: pathlib.Path, units: tuple[Unit, ...]) -> pathlib.P
     if _is_whole(path):
       return path
     logging.warning("%s: %s is damaged; it is compiled again.", name, path)
-  path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+  logging.info("%s: compiling with %s, once on this machine: %s", name, compiler[0], path)
   start = time.monotonic()
-  with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
+  with _scratch(path.parent) as scratch:
     made = _compile(compiler, folder, units, pathlib.Path(scratch))
     with open(made, "ab") as f:  # what follows the last section of a library is not read
       f.write(hashlib.sha256(made.read_bytes()).digest())
     os.replace(made, path)  # same file system: complete or absent
-  seconds = time.monotonic() - start
-  logging.info("%s: compiled once with %s in %.0f s: %s", name, compiler, seconds, path)
+  logging.info("%s: compiled in %.0f s", name, time.monotonic() - start)
   return path
 
 
 def cache_dir() -> pathlib.Path:
   """$JAXLAB_CACHE/kernels, else ~/.cache/jaxlab/kernels."""
   named = os.environ.get("JAXLAB_CACHE")
-  base = pathlib.Path(named) if named else pathlib.Path.home() / ".cache" / "jaxlab"
-  return base / "kernels"
+  if named:
+    return pathlib.Path(named) / "kernels"
+  try:
+    return pathlib.Path.home() / ".cache" / "jaxlab" / "kernels"
+  except RuntimeError as error:  # a container's user without a name
+    raise Unavailable(f"{error}; set JAXLAB_CACHE to a folder that can be written") from error
 
 
-def find_compiler() -> str:
-  """Path of the C++ compiler. Raises: Unavailable."""
+def find_compiler() -> tuple[str, ...]:
+  """The words that call the C++ compiler, its path first. Raises: Unavailable.
+
+  $CXX may be a path, blanks and all, or a command with options, such as `ccache g++`.
+  """
   named = os.environ.get("CXX")
-  candidates = (named,) if named else COMPILERS
-  for candidate in candidates:
+  for candidate in (named,) if named else COMPILERS:
     if path := shutil.which(candidate):
-      return path
-  raise Unavailable(f"no C++ compiler found: tried {', '.join(candidates)}; set CXX or install one")
+      return (path,)
+  words = named.split() if named else []
+  if words and (path := shutil.which(words[0])):
+    return (path, *words[1:])
+  tried = named or ", ".join(COMPILERS)
+  raise Unavailable(f"no C++ compiler found: tried {tried}; set CXX or install one")
+
+
+def _scratch(parent: pathlib.Path) -> tempfile.TemporaryDirectory:
+  try:
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return tempfile.TemporaryDirectory(prefix=".build-", dir=parent)
+  except OSError as error:
+    raise Unavailable(f"{error}; set JAXLAB_CACHE to a folder that can be written") from error
 
 
 def _is_whole(path: pathlib.Path) -> bool:
@@ -103,8 +120,8 @@ def _is_whole(path: pathlib.Path) -> bool:
   return hashlib.sha256(data[:-32]).digest() == data[-32:]
 
 
-def _key(compiler: str, folder: pathlib.Path, units: tuple[Unit, ...]) -> str:
-  parts = [compiler, _first_line(compiler), jaxlib.__version__, _cpu(), repr(units)]
+def _key(compiler: tuple[str, ...], folder: pathlib.Path, units: tuple[Unit, ...]) -> str:
+  parts = [*compiler, _first_line(compiler), jaxlib.__version__, _cpu(), repr(units)]
   parts += list(BASE_FLAGS)
   for path in sorted(folder.iterdir()):
     if path.suffix in SOURCES:
@@ -112,8 +129,8 @@ def _key(compiler: str, folder: pathlib.Path, units: tuple[Unit, ...]) -> str:
   return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _first_line(compiler: str) -> str:
-  return _run([compiler, "--version"]).partition("\n")[0]
+def _first_line(compiler: tuple[str, ...]) -> str:
+  return _run([*compiler, "--version"]).partition("\n")[0]
 
 
 def _cpu() -> str:
@@ -125,17 +142,18 @@ def _cpu() -> str:
 
 
 def _compile(
-  compiler: str, folder: pathlib.Path, units: tuple[Unit, ...], scratch: pathlib.Path
+  compiler: tuple[str, ...], folder: pathlib.Path, units: tuple[Unit, ...], scratch: pathlib.Path
 ) -> pathlib.Path:
   include = f"-I{jax.ffi.include_dir()}"
   commands, objects = [], []
   for unit in units:
     objects.append(str(scratch / f"{unit.source}.o"))
     source = str(folder / unit.source)
-    commands.append([compiler, *BASE_FLAGS, *unit.flags, include, "-c", source, "-o", objects[-1]])
+    flags = (*BASE_FLAGS, *unit.flags, include)
+    commands.append([*compiler, *flags, "-c", source, "-o", objects[-1]])
   _run_together(commands)
   library = scratch / "library.so"
-  _run([compiler, "-shared", "-o", str(library), *objects])
+  _run([*compiler, "-shared", "-o", str(library), *objects])
   return library
 
 
@@ -144,8 +162,12 @@ def _run_together(commands: list[list[str]]) -> None:
   width = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
   for first in range(0, len(commands), width):
     running = [_start(command) for command in commands[first : first + width]]
-    for process in running:
-      _finish(process)
+    try:
+      for process in running:
+        _finish(process)
+    finally:
+      for process in running:  # after a failure nobody may write into a folder that goes away
+        _stop(process)
 
 
 def _run(command: list[str]) -> str:
@@ -154,18 +176,24 @@ def _run(command: list[str]) -> str:
 
 def _start(command: list[str]) -> subprocess.Popen:
   return subprocess.Popen(
-    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
+    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    text=True, errors="replace",
+  )  # fmt: skip
 
 
 def _finish(process: subprocess.Popen) -> str:
   try:
     output, _ = process.communicate(timeout=COMPILE_SECONDS)
   except subprocess.TimeoutExpired as error:
-    process.kill()
-    process.communicate()
+    _stop(process)
     raise Unavailable(f"{process.args[0]} took more than {COMPILE_SECONDS} s") from error
   if process.returncode:
     lines = [line for line in output.splitlines() if "error" in line.lower()] or [output.strip()]
     raise Unavailable(f"{process.args[0]} failed: {lines[0][:300]}")
   return output
+
+
+def _stop(process: subprocess.Popen) -> None:
+  if process.returncode is None:
+    process.kill()
+    process.communicate()

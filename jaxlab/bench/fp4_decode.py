@@ -69,8 +69,8 @@ def _rows(lm, models, format, batch, prompt_tokens, new_tokens, repeats, llama_c
   sides = {head: decode(params) for head, params in models.items()} | {"f32": decode(lm.params)}
   path = assets.model_path(lm.path)
   if llama_cpp and batch == 1 and path.suffix == ".gguf":
-    other = llama.LlamaCpp(path, slots=prompt_tokens + new_tokens)
-    sides["llama_cpp"] = lambda: other.decode(prompts_BP[0], new_tokens)
+    other = llama.LlamaCpp(path, prompts_BP[0], new_tokens)
+    sides["llama_cpp"] = other.decode
   seconds = rounds(sides, repeats)
   speed = lambda side: batch * new_tokens / float(np.median(seconds[side]))
   rows = []
@@ -82,6 +82,7 @@ def _rows(lm, models, format, batch, prompt_tokens, new_tokens, repeats, llama_c
     }  # fmt: skip
     if "llama_cpp" in seconds:
       row["llama_cpp_tokens_per_s"] = speed("llama_cpp")
+      row["llama_cpp_threads"] = other.threads
       row |= ratio("ratio_to_llama_cpp", seconds["llama_cpp"], seconds[head])
     rows.append(row)
   return rows

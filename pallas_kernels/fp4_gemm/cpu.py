@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels import ffi_build, target
+from pallas_kernels.fp4_gemm import codec
 
 SOURCES = pathlib.Path(__file__).parent / "cpu_src"
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -29,9 +30,8 @@ X86_UNITS = (
   ffi_build.Unit("avx512.cc", AVX512),
   ffi_build.Unit("avx512_vnni.cc", (*AVX512, "-mavx512vnni")),
 )
-# Rows of x from which on decoding W to memory is worth it, by the measurements in README.md.
-DENSE_ROWS = {jnp.dtype(jnp.float32): 128, jnp.dtype(jnp.bfloat16): 24}
-BLOCK = {"nvfp4": 16, "mxfp4": 32}
+# Rows of x beyond which decoding W to memory is worth it, as measured with AVX-512 (README.md).
+DENSE_ROWS = {jnp.dtype(jnp.float32): 256, jnp.dtype(jnp.bfloat16): 64}
 Packed = tuple[UInt8[Array, "..."], Shaped[Array, "..."], Float32[Array, "..."]]
 
 
@@ -48,8 +48,9 @@ def why_not(
     return f"it runs on a CPU, not on {device.device_kind}"
   if x_dtype not in (jnp.float32, jnp.bfloat16):
     return f"x must be float32 or bfloat16, not {jnp.dtype(x_dtype)}"
-  if len(codes_shape) > 3 or 2 * codes_shape[-1] % BLOCK[format]:
-    return f"codes must be [O, H] or [L, O, H], whole blocks of {BLOCK[format]}, not {codes_shape}"
+  if len(codes_shape) > 3 or 2 * codes_shape[-1] % codec.BLOCK[format]:
+    block = codec.BLOCK[format]
+    return f"codes must be [O, H] or [L, O, H], whole blocks of {block}, not {codes_shape}"
   return why_no_library()
 
 

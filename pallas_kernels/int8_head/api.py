@@ -26,7 +26,8 @@ def int8_head(
 ) -> Float32[Array, "*lead V"]:
   """Float32 logits x @ W, where W[i, v] = codes[v, i] * scale[v, i // (K / k)].
 
-  The only rounding is that of W and of the float32 sums: x is not rounded. Differentiable in x.
+  The only rounding is that of W and of the float32 sums: x is not rounded ("xla" rounds W to x's
+  dtype, which shows in bfloat16). Differentiable in x.
 
   Args:
     x: float32 or bfloat16.
@@ -52,7 +53,7 @@ def _product(name, x_MK, codes, scale):
   if name == "cpu":
     return cpu.int8_head(x_MK, codes, scale)
   # Weight first: with one row the usual order is twenty times slower on a CPU.
-  w_VK = codec.scale_blocks(codes.astype(x_MK.dtype), scale.astype(x_MK.dtype))
+  w_VK = codec.scale_blocks(codes.astype(jnp.float32), scale).astype(x_MK.dtype)
   exact = jax.lax.Precision.HIGHEST
   return jnp.matmul(w_VK, x_MK.T, precision=exact, preferred_element_type=jnp.float32).T
 

@@ -1,6 +1,11 @@
 """The speed suites on tiny models and matrices: what rows they give, not what they measure."""
 
+import itertools
+import os
+import pathlib
 import sys
+import time
+import types
 
 import numpy as np
 import pytest
@@ -27,6 +32,34 @@ def test_without_llama_cpp_the_way_to_it_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "llama_cpp", None)
   with pytest.raises(ValueError, match=r"pip install 'jaxlab\[bench\]'"):
     llama_cpp.require()
+
+
+@pytest.mark.parametrize("best", [(1, False), (2, True)])
+def test_llama_cpp_is_measured_as_it_is_fastest(best, monkeypatch):
+  made = []
+
+  class Llama:
+    def __init__(self, path, *, n_ctx, n_threads, n_threads_batch, flash_attn, verbose):
+      assert (path, n_ctx, n_threads_batch, verbose) == ("model.gguf", 7, n_threads, False)
+      self.setup, self.read = (n_threads, flash_attn), True
+      made.append(self.setup)
+
+    def reset(self):
+      self.read = False
+
+    def generate(self, prompt, *, temp, top_k):
+      assert not self.read and (prompt, temp, top_k) == ([5, 6, 7], 0.0, 1)
+      time.sleep(0.001 if self.setup == best else 0.05)
+      return itertools.count()
+
+  monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))
+  monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+  monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+  model = llama_cpp.LlamaCpp(pathlib.Path("model.gguf"), (5, 6, 7), 4)
+  assert made == [(1, False), (1, True), (2, False), (2, True)]
+  assert (model.threads, model.flash_attention) == best
+  assert model.decode() == [0, 1, 2, 3] == model.decode()
+  assert "OMP_WAIT_POLICY" not in os.environ  # threads that sleep would halve the baseline
 
 
 def test_decode_rows(tmp_path):

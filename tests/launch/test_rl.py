@@ -102,10 +102,10 @@ def test_a_truncated_shard(run, tmp_path):
 
 def test_an_architecture_that_we_do_not_have(run, tmp_path):
   folder = tiny.write_model(tmp_path / "bert")
-  config = json.loads((folder / "config.json").read_text()) | {"model_type": "bert"}
+  config = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt2"}
   (folder / "config.json").write_text(json.dumps(config))
   error = run(f"RLConfig.model = '{folder}'")
-  assert "model_type = 'bert' is not supported" in error
+  assert "model_type = 'gpt2' is not supported" in error
 
 
 def test_not_enough_memory(run, monkeypatch):

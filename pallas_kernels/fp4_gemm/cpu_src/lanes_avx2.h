@@ -11,7 +11,7 @@ namespace jaxlab {
 namespace {
 
 struct Lanes {
-  // Rows of x up to which W is decoded in registers; rows of x, and vectors of a chunk, in one step.
+  // Rows of x up to which W is decoded in registers; rows of x, vectors of a chunk in one step.
   static constexpr int kDirect = 2, kDirectX = 1, kTileX = 1, kInt8X = 1, kOuterX = 1, kOuterN = 4;
 
   struct F {
@@ -70,7 +70,7 @@ struct Lanes {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
             _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
   }
-  // Four e8m0 scales, each in four lanes.
+  // Four e8m0 scales, each in four lanes. Byte 0, a denormal, is zero: XLA's threads flush them.
   static F ScaleMx(uint32_t bytes) {
     const __m256i spread = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1,
                                             0, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1,

@@ -11,7 +11,7 @@ namespace jaxlab {
 namespace {
 
 struct Lanes {
-  // Rows of x up to which W is decoded in registers; rows of x, and vectors of a chunk, in one step.
+  // Rows of x up to which W is decoded in registers; rows of x, vectors of a chunk in one step.
   static constexpr int kDirect = 5, kDirectX = 3, kTileX = 6, kInt8X = 4, kOuterX = 3, kOuterN = 8;
 
   using F = __m512;
@@ -59,7 +59,7 @@ struct Lanes {
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(0xBFFF));
     return _mm512_cvtph_ps(half);
   }
-  // Four e8m0 scales, each in four lanes.
+  // Four e8m0 scales, each in four lanes. Byte 0, a denormal, is zero: XLA's threads flush them.
   static F ScaleMx(uint32_t bytes) {
     const __m512i spread = _mm512_set_epi8(
         3, -1, -1, -1, 3, -1, -1, -1, 3, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 2, -1, -1, -1,

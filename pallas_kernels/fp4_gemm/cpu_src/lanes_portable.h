@@ -1,13 +1,27 @@
 // Sixteen lanes in a vector of the compiler's own (GCC, Clang): any little-endian CPU.
 #pragma once
 
-#include "types.h"
+#include "rows.h"
 
 namespace jaxlab {
 namespace {
 
+struct E4m3Table {  // values times 2^-8; bytes 127 and 255 as if they were numbers
+  float of[256] = {};
+  constexpr E4m3Table() {
+    for (int byte = 0; byte < 256; ++byte) {
+      const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+      float value = exponent ? 8 + mantissa : mantissa;  // times 2^(max(exponent, 1) - 10 - 8)
+      for (int i = 18; i > (exponent ? exponent : 1); --i) value *= .5f;
+      of[byte] = byte < 128 ? value : -value;
+    }
+  }
+};
+
+constexpr E4m3Table kE4m3;
+
 struct Lanes {
-  // Rows of x up to which W is decoded in registers; rows of x, and vectors of a chunk, in one step.
+  // Rows of x up to which W is decoded in registers; rows of x, vectors of a chunk in one step.
   static constexpr int kDirect = 2, kDirectX = 1, kTileX = 1, kInt8X = 1, kOuterX = 1, kOuterN = 2;
 
   typedef float F __attribute__((vector_size(64)));
@@ -48,16 +62,12 @@ struct Lanes {
   }
 
   // Eight e4m3 scales times 2^-8, each in two lanes.
-  __attribute__((noinline)) static F ScaleNv(uint64_t bytes) {
-    W bits;
-    for (int i = 0; i < kLanes; ++i) bits[i] = (bytes >> (8 * (i / 2))) & 255;
-    const W sign = (bits & 128) << 24, exponent = (bits >> 3) & 15, mantissa = bits & 7;
-    const I tiny = (I)(exponent == 0);
-    const F number = (F)((exponent + 112) << 23 | mantissa << 20);  // 127 - 7 - 8
-    const F below = __builtin_convertvector((I)mantissa, F) * 0x1p-17f;
-    return (F)((W)(tiny ? below : number) | sign);
+  static F ScaleNv(uint64_t bytes) {
+    F out;
+    for (int i = 0; i < kLanes; ++i) out[i] = kE4m3.of[(bytes >> (8 * (i / 2))) & 255];
+    return out;
   }
-  // Four e8m0 scales, each in four lanes.
+  // Four e8m0 scales, each in four lanes. Byte 0, a denormal, is zero: XLA's threads flush them.
   __attribute__((noinline)) static F ScaleMx(uint32_t bytes) {
     W bits;
     for (int i = 0; i < kLanes; ++i) bits[i] = ((bytes >> (8 * (i / 4))) & 255) << 23;
@@ -91,12 +101,13 @@ struct Lanes {
   }
 
  private:
-  // Values of the lowest nibbles. With exponent e and mantissa m, 2^(e - 1) (1 + m / 2) is a float of
-  // the same bits; for e = 0, m / 2 comes from 1/2 (1 + m / 2).
-  __attribute__((noinline)) static F Decode(W codes) {
-    const F number = (F)(((codes & 7) << 22) + (126u << 23));
-    const F value = (I)((codes & 6) == 0) ? (number - .5f) * 2.f : number;
-    return (F)((W)value | (codes & 8) << 28);
+  // Values of the lowest nibbles. With exponent e and mantissa m, 2^(e - 1) (1 + m / 2) is a float
+  // of the same bits; for e = 0 it is m / 2. No comparison: compilers make those lane by lane.
+  JAXLAB_INLINE static F Decode(W codes) {
+    const W number = ((codes & 7) << 22) + (126u << 23);
+    const W half = (0 - (codes & 1)) & Bits(.5f);
+    const W tiny = (W)((I)((codes & 6) - 1) >> 31);  // all ones for e = 0
+    return (F)((number & ~tiny) | (half & tiny) | (codes & 8) << 28);
   }
 };
 

@@ -55,8 +55,8 @@ struct Chunk {
   }
 };
 
-// Rows follow each other in memory, but four are read at a time, which the CPU does not foresee: what
-// comes `kAhead` bytes later is asked for in time (a quarter less time on weights out of memory).
+// Rows follow each other in memory, but four are read at a time, which the CPU does not foresee:
+// what comes `kAhead` bytes later is asked for in time (a quarter less time out of memory).
 constexpr int64_t kAhead = 4096;
 
 template <Format format>

@@ -82,8 +82,8 @@ void Widen(const Array& x, const Rows& to, Range rows) {
   }
 }
 
-// A block of 32 numbers is scale * integers of at most 127. A block with NaN or an infinity gets the
-// scale NaN, so that the result is not a number either.
+// A block of 32 numbers is scale * integers of at most 127. A block with NaN or an infinity gets
+// the scale NaN, so that the result is not a number either.
 inline float RoundBlock(const float* block, int32_t* rounded) {
   float amax = 0, check = 0;
   for (int i = 0; i < 32; ++i) {

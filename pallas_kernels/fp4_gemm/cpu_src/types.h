@@ -1,7 +1,7 @@
 // What the units of this library share: operands, the order of an input row, the table of kernels.
 //
-// Each unit (avx2.cc, ...) is compiled for another CPU, so nothing here may have code that two units
-// could emit under one name. Dims: M rows, O out, K in. Codes and scales: fp4_gemm/codec.py.
+// Each unit (avx2.cc, ...) is compiled for another CPU, so nothing here may have code that two
+// units could emit under one name. Dims: M rows, O out, K in. Codes and scales: fp4_gemm/codec.py.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 namespace jaxlab {
 
 // A chunk is 128 columns: 64 bytes, sixteen 32-bit words of eight codes. Word i holds columns
-// 8 i .. 8 i + 7, column 8 i + n in its nibble n. A vector is one nibble of all sixteen words, so that
-// decoding needs no shuffle; rows of x are put into that order once: x[n][i] = column 8 i + n.
+// 8 i .. 8 i + 7, column 8 i + n in its nibble n. A vector is one nibble of all sixteen words, so
+// that decoding needs no shuffle; rows of x are put into that order once: x[n][i] = column 8 i + n.
 // A block of 16 (32) columns is two (four) neighbouring lanes of each of the eight vectors.
 constexpr int64_t kChunk = 128;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kNibbles = 8;
 
-inline constexpr int64_t Chunks(int64_t columns) { return (columns + kChunk - 1) / kChunk; }
+static constexpr int64_t Chunks(int64_t columns) { return (columns + kChunk - 1) / kChunk; }
 
 enum class Format { kNvfp4, kMxfp4 };
 enum class Dtype { kFloat32, kBfloat16 };
@@ -47,7 +47,7 @@ struct Rows {  // float32 rows [count, columns], filled up with zeros
 };
 
 // A stride that is no multiple of 4 KiB: else all rows would share a few places of the cache.
-inline constexpr int64_t Stride(int64_t columns) {
+static constexpr int64_t Stride(int64_t columns) {
   return columns % 1024 ? columns : columns + kLanes;
 }
 
