@@ -50,7 +50,7 @@ bench: $(VENV)/.parity  ## decode and update beside transformers and torch, into
 # --- tests
 
 test: $(VENV)/.dev  ## the default suite: no torch, no accelerator
-	$(PYTEST) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-parity: $(VENV)/.parity  ## live against transformers, torch, peft, compressed-tensors
 	$(PYTEST) -m "parity and not slow" -rs $(PYTEST_ARGS)

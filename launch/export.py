@@ -20,7 +20,7 @@ from jaxlab.data import assets
 from jaxlab.io import export, fp4_fuse, fp4_layouts, huggingface, names, orbax, peft
 from jaxlab.nn import weights
 from jaxlab.train import budget
-from launch import common, model
+from launch import common, model, packed
 
 FLAGS = common.define_flags()
 flags.DEFINE_string("model", None, "Model folder, .gguf file, checkpoint, or 'demo'.", FLAGS)
@@ -38,8 +38,7 @@ flags.DEFINE_bool(
 def main(run: common.Run) -> dict:
   """Loads, attaches, merges where asked, writes."""
   path, output, kind = model.required(run.flags.model), run.flags.output, run.flags.format
-  if not output:
-    raise ValueError("--output: must be given: the folder to write. See --help.")
+  packed.new_folder(output, replaces=peft.CONFIG if kind == "peft" else None)
   layout = run.flags.output_format
   if layout and kind != "hf":
     raise ValueError(f"--output_format: is for FP4 weights, of --format=hf; got {kind}. Leave it.")

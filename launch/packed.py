@@ -1,5 +1,6 @@
 """Writing a quantised model: in which layout, where, and what is said of it."""
 
+import os
 import pathlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import jaxlab
 from jaxlab import lm as language_model
 from jaxlab.data import assets
 from jaxlab.io import fp4_layouts, huggingface, names, orbax
+from jaxlab.nn import weights
 from jaxlab.quant import report
 from pallas_kernels.fp4_gemm import codec
 
@@ -23,13 +25,24 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_enum("output_format", None, layouts, f"Layout; {DEFAULT} for FP4.", values)
 
 
-def new_folder(output: str | None) -> pathlib.Path:
-  """The folder to write, refused before the work rather than after it."""
+def new_folder(output: str | None, *, replaces: str | None = None) -> pathlib.Path:
+  """The folder to write, refused before the work rather than after it.
+
+  Args:
+    replaces: name of a file; a folder that has it may be there.
+  """
   if not output:
     raise ValueError("--output: must be given: the folder to write. See --help.")
   path = pathlib.Path(output)
-  if path.exists() and (not path.is_dir() or any(path.iterdir())):
+  used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+  if used and not (replaces and (path / replaces).is_file()):
     raise ValueError(f"--output: must be new or empty; got {output}. Choose another folder.")
+  there = next(parent for parent in path.absolute().parents if parent.exists())
+  if not (there.is_dir() and os.access(there, os.W_OK)):
+    raise ValueError(
+      f"--output: must be where a folder can be written; got {output}, and {there} does not take "
+      "one. Choose another."
+    )
   return path
 
 
@@ -42,6 +55,30 @@ def layout_of(asked: str | None, format: str) -> str:
       f"--output_format: {asked} holds nvfp4 and mxfp4; got {format}. Use --output_format={OWN}."
     )
   return OWN
+
+
+def require_place(params: Any, layout: str, rule: str) -> None:
+  """Raises ValueError, before the work, for what a layout cannot hold.
+
+  Args:
+    params: the quantised parameters, or their shapes.
+    rule: of the block scales, which shapes do not tell.
+  """
+  if layout == OWN:
+    return
+  if layout == "compressed_tensors" and rule == "fp43":
+    raise ValueError(
+      f"--output_format: {layout} mxfp4 has no tensor scale; got the rule fp43, which needs one. "
+      "Use --output_format=fp_quant, or the rule 'even'."
+    )
+  for path, w in weights.leaf_paths(params).items():
+    if isinstance(w, weights.FP4Array):
+      fp4_layouts.scheme_of_leaf(w, layout, module=path)
+    elif weights.is_leaf(w):
+      raise ValueError(
+        f"--output_format: {layout} holds dense and FP4 weights; got {type(w).__name__} at {path}. "
+        f"Use --output_format={OWN}, or leave the head dense."
+      )
 
 
 def write(lm: jaxlab.LM, output: pathlib.Path, layout: str) -> dict[str, Any]:

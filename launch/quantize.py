@@ -11,6 +11,7 @@ python -m launch.quantize --gin_file=configs/mr_gptq/smollm2_cpu.gin --model=dem
 import pathlib
 import resource
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,9 @@ def _round(run: common.Run, path: str, output: pathlib.Path) -> dict:
   run.start()
   if layout != packed.OWN and packed.folder_bytes(path) > STREAM_ABOVE:
     return _stream(path, output, layout)
-  dtype = packed.stored_dtype(path)
-  work = _work(quantize, path, dtype)
+  dtype, shapes = packed.stored_dtype(path), _shapes(quantize, path)
+  packed.require_place(shapes, layout, registry.setting("quantize", "rule"))
+  work = _work(shapes, dtype)
   # No name here may hold the dense model while its layers are replaced.
   lm, errors = by_group.quantize_by_group(
     model.load(path, work=work, dtype=dtype), quantize, model.progress("groups")
@@ -65,6 +67,7 @@ def _stream(path: str, output: pathlib.Path, layout: str) -> dict:
   if head != "none":
     raise ValueError(f"quantize.head: {layout} keeps the head dense; got {head!r}. Leave it out.")
   config, errors = scale_rules.ScaleConfig(rule=rule, search=search), []
+  packed.require_place({}, layout, rule)
 
   def one(w_IO, amax):
     amax = amax if format == "nvfp4" else None
@@ -83,13 +86,17 @@ def _stream(path: str, output: pathlib.Path, layout: str) -> dict:
   return {"format": format, "layout": layout} | figures | sizes._asdict()
 
 
-def _work(quantize: Callable, path: str, dtype: str | None) -> budget.Work:
-  """Both models are in memory for a while. Shapes alone tell whether the format suits the model."""
+def _shapes(quantize: Callable, path: str) -> Any:
+  """The quantised model, in shapes: they tell whether the format suits it."""
   config, _ = budget.describe_checkpoint(path)
-  small = jax.eval_shape(quantize, zoo.param_shapes(causal_lm.CausalLM(config)))
+  return jax.eval_shape(quantize, zoo.param_shapes(causal_lm.CausalLM(config)))
+
+
+def _work(shapes: Any, dtype: str | None) -> budget.Work:
+  """Both models are in memory for a while."""
   return budget.Work(
     dtype_bytes=jnp.dtype(dtype).itemsize if dtype else budget.default_dtype_bytes(),
-    other_bytes=fp4.weight_bytes(small)["linears"],
+    other_bytes=fp4.weight_bytes(shapes)["linears"],
   )
 
 

@@ -52,9 +52,20 @@ def strict_dtypes():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """Half the time in the compiler, which partitions the same."""
+  """Half the time in the compiler, which partitions the same. `make test` sets it for all tests."""
+  yield from _optimizations(disabled=True)
+
+
+@pytest.fixture
+def full_compilation():
+  """For what is said of a compiled program: its text, its memory."""
+  yield from _optimizations(disabled=False)
+
+
+def _optimizations(*, disabled: bool):
   import jax
 
-  jax.config.update("jax_disable_most_optimizations", True)
+  before = jax.config.jax_disable_most_optimizations
+  jax.config.update("jax_disable_most_optimizations", disabled)
   yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  jax.config.update("jax_disable_most_optimizations", before)

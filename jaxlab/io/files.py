@@ -4,10 +4,15 @@ Every file inside a model folder is opened through `member`, so nothing outside 
 reached by a crafted name or link; JSON goes through `read_json`, which bounds size and depth.
 """
 
+import contextlib
+import errno
+import fcntl
+import glob
 import json
 import os
 import pathlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from jaxlab import errors
@@ -16,6 +21,7 @@ MAX_JSON_BYTES = 64 << 20  # the index of a 100,000-tensor checkpoint is about 1
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npy")
 # A zip (torch.save), a pickle of protocol 2 to 5, a NumPy array (which may hold a pickle).
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"\x93NUMPY")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONVERT = (
   "Convert it once, on a machine where running its code does no harm: "
   "`safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')`."
@@ -131,10 +137,54 @@ def write_atomically(path: pathlib.Path, write: Callable[[BinaryIO], None]) -> N
       f.flush()
       os.fsync(f.fileno())  # else a power cut can leave the new name with no data
     os.replace(part, path)
+  except OSError as error:
+    raise named(error, path) from None
   finally:
     part.unlink(missing_ok=True)
+
+
+def named(error: OSError, path: pathlib.Path) -> OSError:
+  """The error of a full disk with what was written there: it does not say so itself."""
+  if error.errno not in DISK_FULL or error.filename:
+    return error
+  return type(error)(error.errno, error.strerror, str(path))
 
 
 def temporary_name(path: pathlib.Path) -> pathlib.Path:
   """A hidden name beside `path` that no other process picks."""
   return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+@contextlib.contextmanager
+def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A hidden folder beside `path`, gone at the end unless it was renamed.
+
+  It is locked while its process lives. What killed processes left there, gigabytes perhaps, has
+  lost its lock, and goes too.
+  """
+  for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+    if (lock := _lock(left)) is not None:
+      shutil.rmtree(left, ignore_errors=True)
+      os.close(lock)
+  part = temporary_name(path)
+  part.mkdir()
+  lock = _lock(part)
+  try:
+    yield part
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+    if lock is not None:
+      os.close(lock)
+
+
+def _lock(folder: pathlib.Path) -> int | None:
+  """The descriptor that holds it; None where another process has it, or there are no such locks."""
+  descriptor = None
+  try:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    if descriptor is not None:
+      os.close(descriptor)
+    return None
+  return descriptor

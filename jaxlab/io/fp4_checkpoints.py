@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from jaxlab.io import fp4_configs, fp4_layouts
+from jaxlab.io import fp4_configs, fp4_layouts, fp4_transforms
 from jaxlab.io import safetensors as st
 from jaxlab.io.fp4_layouts import PARTS, PSEUDO, Packed, Scheme
 
@@ -81,11 +81,23 @@ def tensor_names(folder: st.SafetensorsFolder, module: str, scheme: Scheme) -> d
   return names
 
 
-def is_carried(folder: st.SafetensorsFolder, name: str, packed: Iterable[str]) -> bool:
-  """True for a tensor that no leaf holds: scales of a server's cache, placeholders without data."""
+def is_carried(
+  folder: st.SafetensorsFolder,
+  name: str,
+  packed: Iterable[str],
+  quantization: fp4_configs.Quantization | None,
+) -> bool:
+  """True for a tensor that no leaf holds: scales of a server's cache, placeholders without data,
+  matrices of rotations that `quantization` names.
+
+  Raises: CorruptFile for such a matrix that is no Hadamard.
+  """
   module, _, _ = name.rpartition(".")
   empty = not np.prod(folder.shape_dtype(name)[0])
-  return CARRIED.fullmatch(name) is not None or (empty and module in packed)
+  if CARRIED.fullmatch(name) is not None or (empty and module in packed):
+    return True
+  rotations = quantization.rotations if quantization else ()
+  return fp4_transforms.is_matrix(folder, name, rotations)
 
 
 def read(folder: st.SafetensorsFolder, module: str, scheme: Scheme) -> Packed:

@@ -38,14 +38,14 @@ class Quantization:
     layout: a key of `fp4_layouts.PARTS`, or GPT_OSS.
     rules: ((targets, ignored), scheme) pairs; see `scheme_of`.
     ignore: modules left dense.
-    rotations: ((targets, ignored), size) of Hadamards on inputs (compressed_tensors).
+    rotations: Hadamards on inputs (compressed_tensors).
     file: that says so.
   """
 
   layout: str
   rules: tuple[tuple[fp4_ct_config.Modules, Scheme], ...]
   ignore: tuple[str, ...] = ()
-  rotations: tuple[tuple[fp4_ct_config.Modules, int], ...] = ()
+  rotations: tuple[fp4_ct_config.Rotation, ...] = ()
   file: str = CONFIG
 
   def scheme_of(self, module: str, inputs: int) -> Scheme | None:
@@ -59,16 +59,15 @@ class Quantization:
     scheme = None
     if not any(_ignores(self.layout, pattern, module) for pattern in self.ignore):
       scheme = fp4_ct_config.first_match(self.rules, module)
-    sizes = [size for modules, size in self.rotations if modules.have(module)]
-    if len(sizes) > 1 or (sizes and scheme is None):
+    rotations = [rotation for rotation in self.rotations if rotation.modules.have(module)]
+    if len(rotations) > 1 or (rotations and scheme is None):
       raise ValueError(
-        f"load: transform_config rotates the inputs of {module} {len(sizes)} times; supported is "
-        "one rotation of a linear in FP4."
+        f"load: transform_config rotates the inputs of {module} {len(rotations)} times; supported "
+        "is one rotation of a linear in FP4."
       )
-    if not sizes:
+    if not rotations:
       return scheme
-    size = inputs if sizes[0] == fp4_ct_config.FULL_WIDTH else sizes[0]
-    return dataclasses.replace(scheme, rotation=size)
+    return dataclasses.replace(scheme, rotation=rotations[0].size_for(inputs))
 
   def says(self, linears: Mapping[str, tuple[Scheme, int]], dense: Mapping[str, int]) -> bool:
     """True if this describes just these linears, as for `describe`."""

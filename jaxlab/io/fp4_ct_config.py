@@ -51,10 +51,26 @@ class Modules(NamedTuple):
     return not ignored and any(matches(p, module) for p in self.targets)
 
 
+class Rotation(NamedTuple):
+  """A Hadamard on the inputs of modules: `name` of its scheme, `size` or FULL_WIDTH."""
+
+  name: str
+  modules: Modules
+  size: int
+
+  @property
+  def tensor(self) -> str:
+    """The suffix of its matrix."""
+    return f".{self.name}_input.weight"
+
+  def size_for(self, inputs: int) -> int:
+    return inputs if self.size == FULL_WIDTH else self.size
+
+
 class Parsed(NamedTuple):
   rules: tuple[tuple[Modules, Scheme], ...]
   ignore: tuple[str, ...]
-  rotations: tuple[tuple[Modules, int], ...]
+  rotations: tuple[Rotation, ...]
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -206,8 +222,8 @@ def _activations(path: str, group: Mapping[str, Any], format: str) -> tuple[str,
   raise unsupported(f"{path}.dynamic", dynamic)
 
 
-def _rotations(config: Any) -> tuple[tuple[Modules, int], ...]:
-  """((modules, size), ..) of what happens to activations at run time."""
+def _rotations(config: Any) -> tuple[Rotation, ...]:
+  """What happens to activations at run time."""
   groups = config.get("config_groups") if isinstance(config, Mapping) else config
   if not config:
     return ()
@@ -220,7 +236,7 @@ def _rotations(config: Any) -> tuple[tuple[Modules, int], ...]:
       raise unsupported(path, scheme)
     for apply in scheme["apply"]:
       if modules := _online(path, scheme, apply):
-        found.append((modules, _size(path, scheme)))
+        found.append(Rotation(name, modules, _size(path, scheme)))
   return tuple(found)
 
 

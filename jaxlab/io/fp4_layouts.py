@@ -58,6 +58,7 @@ PARTS = {
 PSEUDO = "dqweight"  # FP-Quant: bfloat16 values in place of codes and block scales
 ROTATION_SIZES = {"nvfp4": (16, 32, 64, 128), "mxfp4": (32, 64, 128)}  # that FP-Quant has
 METHOD_SCALE = {"abs_max": 3.0, "quest": 1.0}  # FP-Quant's constant of MXFP4 activations
+MAX_SKEW = 0.05  # of R R^T from the identity
 BF16, F32, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), ml_dtypes.float8_e4m3fn
 
 
@@ -272,8 +273,17 @@ def _rotation(found, scheme: Scheme, codes, damage) -> tuple[int, np.ndarray | N
     raise damage(
       "rotation", f"must be square and divide {columns} inputs; got shape {matrix.shape}"
     )
-  if not np.isfinite(matrix.astype(np.float32)).all():
+  if size != scheme.rotation:
+    raise damage(
+      "rotation", f"must have the size that config.json says, {scheme.rotation}; got {matrix.shape}"
+    )
+  value = matrix.astype(np.float32)
+  if not np.isfinite(value).all():
     raise damage("rotation", "must be finite")
+  # Weights were multiplied with it, inputs will be: products stay what they were only if R R^T = I.
+  # bfloat16 leaves that a hundredth off.
+  if not np.abs(value @ value.T - np.eye(size)).max() < MAX_SKEW:
+    raise damage("rotation", "must be orthonormal (its rows of length 1, at right angles)")
   return recognise(matrix)
 
 
@@ -293,10 +303,15 @@ def recognise(matrix: np.ndarray) -> tuple[int, np.ndarray | None]:
 
 def hadamard(size: int, dtype: Any = BF16) -> np.ndarray:
   """Sylvester's matrix / sqrt(size), rounded to `dtype` as FP-Quant stores it."""
+  return (hadamard_signs(size).astype(np.float64) / math.sqrt(size)).astype(dtype)
+
+
+def hadamard_signs(size: int) -> np.ndarray:
+  """Sylvester's matrix of +1 and -1, float32, as compressed-tensors stores it."""
   signs = np.ones((1, 1), np.float32)
   while len(signs) < size:
     signs = np.block([[signs, signs], [signs, -signs]])
-  return (signs.astype(np.float64) / math.sqrt(size)).astype(dtype)
+  return signs
 
 
 # --- writing

@@ -127,7 +127,7 @@ def load_params(
   found = {
     name: None
     for name in folder.names()
-    if name in expected or not fp4_checkpoints.is_carried(folder, name, packed)
+    if name in expected or not fp4_checkpoints.is_carried(folder, name, packed, quantization)
   }
   source = str(path)
   assemble.check_names(expected, found, source, tied=module.config.tie_embeddings)

@@ -1,7 +1,8 @@
 """What an exported model should answer, written beside it, and a script that checks it there.
 
 `receipt.json` holds eight prompts as token ids, the greedy continuation of each, the top logits
-after each prompt and a hash of each weight file; `verify.py` needs only transformers. Made from the
+after each prompt and a hash of each weight file; `verify.py` needs only transformers (and what that
+needs to read the weights). Made from the
 written files, not from the model in memory: a rounding or naming mistake of the export would show.
 """
 
@@ -55,6 +56,12 @@ model(torch.tensor([[0]]))  # packed weights are decoded at the first call
 torch.nn.Module.float(model)  # exact: the receipt is float32 arithmetic on the stored numbers
 for module in model.modules():
   module.quantization_enabled = False  # weights are compared, activations are not rounded
+quantization = json.loads((here / "config.json").read_text()).get("quantization_config") or {}
+if rotations := quantization.get("transform_config"):  # of inputs, which transformers leaves out
+  from compressed_tensors.transform import TransformConfig, apply_transform_config
+  for group in rotations["config_groups"].values():
+    group["apply"] = [a for a in group["apply"] if a["location"] == "input"]
+  apply_transform_config(model, TransformConfig.model_validate(rotations))
 for row in receipt["prompts"]:
   ids = torch.tensor([row["ids"] + row["greedy"]])
   with torch.no_grad():

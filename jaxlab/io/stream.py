@@ -6,6 +6,7 @@ the output is full. So the peak is one output shard, one matrix in float32 with 
 temporaries, and whatever tensor is being copied: never the model. Dims: I in, O out.
 """
 
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from jaxlab.io import assemble, export, files, fp4_configs, fp4_fuse, fp4_layouts, names
+from jaxlab.io import (
+  assemble,
+  export,
+  files,
+  fp4_configs,
+  fp4_fuse,
+  fp4_layouts,
+  fp4_transforms,
+  names,
+)
 from jaxlab.io import safetensors as st
 from jaxlab.models import zoo
 from jaxlab.nn import weights
@@ -70,11 +80,14 @@ def quantize_folder(
     )
   zoo.causal_lm_config(config)  # refuses what is no decoder of ours
   plan = _plan(st.SafetensorsFolder(source), config, quantize_matrix, layout)
+  config[fp4_configs.KEY] = written = fp4_configs.describe(plan.schemes, plan.dense)
+  export.warn_of_readers(plan.schemes)
   with export.new_folder(output) as part:
-    pairs = _tensors(plan, quantize_matrix, on_block)
+    pairs = itertools.chain(_transforms(plan, written), _tensors(plan, quantize_matrix, on_block))
     paths = st.write_sharded(part, pairs, max_shard_bytes=max_shard_bytes)
     after = sum(path.stat().st_size for path in paths)
-    _write_config(plan, config, part)
+    export.write_config(config, source, part)
+    fp4_configs.write_beside(written, part)
     export.write_tokenizer(None, source, part)
   before = sum(plan.folder.raw(name).nbytes for name in plan.folder.names())
   return Sizes(len(plan.schemes), before, after)
@@ -151,6 +164,11 @@ def _tensors(plan: _Plan, quantize_matrix, on_block) -> Iterator[tuple[str, Any]
     on_block(done, len(plan.layers))
 
 
+def _transforms(plan: _Plan, written: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+  inputs = {module: width for module, (_, width) in plan.schemes.items()}
+  return iter(fp4_transforms.matrices(fp4_configs.parse(written).rotations, inputs).items())
+
+
 def _groups(kernels: Mapping[str, str]) -> list[tuple[str, ...]]:
   """The linears of a block, those of a fused set together."""
   sets = [tuple(n for n in members if n in kernels) for members in fp4_fuse.SETS]
@@ -189,9 +207,3 @@ def _quantized(folder, name, quantize_matrix, amax: float) -> weights.FP4Array:
   leaf = jax.block_until_ready(leaf)  # or the pages would be given back while they are read
   assemble.release(mapped)
   return leaf
-
-
-def _write_config(plan: _Plan, config: dict[str, Any], part: pathlib.Path) -> None:
-  written = fp4_configs.describe(plan.schemes, plan.dense)
-  export.write_config(config | {fp4_configs.KEY: written}, plan.folder.path, part)
-  fp4_configs.write_beside(written, part)

@@ -4,6 +4,7 @@ import collections
 import math
 
 import jax
+import jax.extend
 
 MATRIX_OPS = ("dot_general", "conv_general_dilated")
 KERNELS = ("pallas_call", "ffi_call")

@@ -79,11 +79,16 @@ def settings(
 ) -> dict[str, Any]:
   """What decides a result: the options, the text, the model's shapes and sums."""
   text = b"" if sequences_NT is None else np.ascontiguousarray(sequences_NT).tobytes()
+  digests = {"text": hashlib.sha256(text).hexdigest(), "model": fingerprint(params)}
+  return dataclasses.asdict(config) | digests
+
+
+def fingerprint(params: PyTree) -> str:
+  """Tells models apart: names, types, shapes and sums of all weights."""
   model = hashlib.sha256()
   for path, w in weights.leaf_paths(params).items():
     model.update(f"{path} {w.dtype} {w.shape} {_sums(w)}".encode())
-  digests = {"text": hashlib.sha256(text).hexdigest(), "model": model.hexdigest()}
-  return dataclasses.asdict(config) | digests
+  return model.hexdigest()
 
 
 def remove(workdir: str | os.PathLike[str]) -> None:

@@ -69,6 +69,7 @@ def test_values_are_stored_in_the_dtype_of_the_cache():
   assert k.dtype == jnp.bfloat16
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_only_the_new_tokens_of_one_layer_are_written():
   """The step's program updates the donated stack in place: no copy of the cache per layer."""
   step = jax.jit(lambda c, k, v, i: c.with_layer(i, c.layer(i).append(k, v)), donate_argnums=0)

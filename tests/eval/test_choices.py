@@ -77,8 +77,13 @@ def test_a_long_answer_is_not_wrong_for_its_length():
 
 def test_what_cannot_be_scored_is_refused(lm):
   bare = dataclasses.replace(ITEMS[0], meta={})
-  with pytest.raises(ValueError, match="needs a prompt and two choices; got 0 in 'a'"):
+  with pytest.raises(ValueError, match="none of them empty; got .. in 'a'"):
     choices.choice_logprobs(lm, [bare], CONFIG)
+  blank = dataclasses.replace(ITEMS[0], meta={"choices": ["a", ""]})
+  with pytest.raises(ValueError, match="none of them empty; got .'a', ''. in 'a'"):
+    choices.choice_logprobs(lm, [blank], CONFIG)
+  with pytest.raises(ValueError, match="needs at least one item; got none"):
+    choices.choice_logprobs(lm, [], CONFIG)
   with pytest.raises(ValueError, match="slots: must hold the longest question"):
     choices.choice_logprobs(lm, ITEMS, choices.ChoicesConfig(slots=4))
   with pytest.raises(ValueError, match="slots must be >= 2"):

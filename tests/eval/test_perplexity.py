@@ -83,6 +83,30 @@ def test_joined_tokens_know_their_document(lm):
   assert [x.strip() for x in spelt] == TEXTS
 
 
+def test_documents_of_joined_windows_are_their_clusters(lm):
+  """Three documents in one window, whose last token belongs to the third alone."""
+  length = len(lm.tokenizer.encode("\n\n".join(TEXTS))) + 1
+  found = perplexity.joined_windows(lm.tokenizer, TEXTS, length)
+  assert found.documents() == 3 and set(found.clusters().tolist()) == {0, 1, 2}
+
+
+def test_paragraphs_may_be_told_from_documents(lm):
+  """WikiText's rows are no documents: with windows as units the interval is that of windows."""
+  rows = ["the cat sat on the mat", "one hat", "here but there and there"] * 4
+  by_window = dataclasses.replace(CONFIG, protocol="joined", unit="window")
+  ids = [1, *lm.tokenizer.encode("\n\n".join(rows))]
+  expected = nll_by_hand(lm, [ids[: len(ids) // 10 * 10]], 10)
+  found = perplexity.perplexity(lm, rows, by_window)
+  assert found.nll.se == pytest.approx(_cr1(expected), rel=1e-3)
+  assert perplexity.read_windows(lm, rows, by_window).unit == "window"
+  by_row = perplexity.perplexity(lm, rows, dataclasses.replace(by_window, unit="document"))
+  assert by_row.nll.value == found.nll.value and by_row.nll.se != found.nll.se
+  ids = documents()
+  apart = dataclasses.replace(CONFIG, unit="window")
+  several = perplexity.perplexity_of_ids(lm.module, lm.params, ids, apart).nll
+  assert several.se == pytest.approx(_cr1(nll_by_hand(lm, ids, 10)), rel=1e-3)
+
+
 def test_a_joined_text_is_measured_over_its_windows_targets(lm):
   config = dataclasses.replace(CONFIG, window=5, protocol="joined")
   ids = [1, *lm.tokenizer.encode("\n\n".join(TEXTS))]
@@ -187,6 +211,7 @@ def test_a_packed_model_is_measured_as_it_multiplies(lm):
   assert found.nll.value == pytest.approx(expected, abs=10 * NLL)
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_logits_of_all_tokens_never_exist_at_once():
   vocab, length = 20_000, 2048
   module = causal_lm.CausalLM(

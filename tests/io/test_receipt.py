@@ -57,9 +57,9 @@ def test_it_describes_the_files_and_not_the_model_in_memory(tmp_path):
   assert np.abs(np.array(row["top_logits"]) - logits(lm)[top]).max() > 1e-3
 
 
-def test_the_script_is_thirty_lines_and_needs_transformers_only():
+def test_the_script_is_forty_lines_and_needs_transformers_only():
   lines = receipt.VERIFIER.splitlines()
-  assert len(lines) <= 32
+  assert len(lines) <= 40
   imports = {w.strip(",") for line in lines if line.startswith("import") for w in line.split()[1:]}
   assert imports == {"hashlib", "json", "pathlib", "sys", "torch", "transformers"}
   compile(receipt.VERIFIER, "verify.py", "exec")

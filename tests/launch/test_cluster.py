@@ -131,6 +131,7 @@ def test_the_script_starts_one_task_a_gpu_and_asks_for_a_signal():
   assert text.rfind("#SBATCH") < text.find("set -euo pipefail")
 
 
+@pytest.mark.slow
 def test_the_script_trains(environment, tmp_path, one_process):
   (tmp_path / "srun").write_text(SRUN)
   (tmp_path / "srun").chmod(0o755)

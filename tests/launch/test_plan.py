@@ -265,7 +265,7 @@ def test_without_a_compiler_it_plans_by_formulas_and_says_so(run, workdir, no_co
   assert "No compiler for tpu" in done.err and "Get the one for tpu." in done.err
   whole = written(workdir)
   assert (whole["compiled"], whole["fits"]) == (False, True)
-  assert whole["implementations"] == {"fp4_matmul": "xla"}
+  assert whole["implementations"] == {"fp4_matmul": "mosaic_tpu"}
   assert "by formula: no compiler here" in done.out
   assert all(p["flops"]["bfloat16"] > 0 for p in whole["programs"])
 

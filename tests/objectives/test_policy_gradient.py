@@ -305,6 +305,7 @@ def test_masked_logits_have_finite_entropy():
   assert float(logp[0, 0]) == pytest.approx(-math.log(2))
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_full_logits_never_exist():
   batch, length, width, vocab, chunk = 2, 512, 8, 1024, 32
   hidden = jax.ShapeDtypeStruct((batch, length, width), jnp.float32)

@@ -232,6 +232,7 @@ def test_a_scan_over_layers_keeps_no_weights(remat):
   np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_temporary_memory_does_not_grow_with_depth():
   def temp_bytes(layers):
     w = packed(9, "nvfp4", 256, 256, (layers,))

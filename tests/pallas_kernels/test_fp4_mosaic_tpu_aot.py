@@ -150,7 +150,9 @@ def test_the_producer_compiles(format, rows, features, dtype, device):
   produce = lambda x: producer_tpu.forward(x, format, 128, None)
   program = compiled_tpu.compile_for(device, produce, spec((rows, features), dtype))
   assert program.text.count("tpu_custom_call") == 1
-  assert program.temporaries < 2**16 + 512 * rows  # the multipliers, a row each
+  # The multipliers, a row each; and the scales, which XLA may lay out anew where k pads badly.
+  scales = rows * features // codec.BLOCK[format]
+  assert program.temporaries < 2**16 + 512 * rows + 2 * scales
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlab.parallel import hlo
 
+pytestmark = pytest.mark.usefixtures("full_compilation")
+
 # A GPU's: a loop over four layers that slices the weights, multiplies, and writes a cache in place.
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8, replica_count=1
 

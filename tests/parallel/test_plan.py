@@ -143,6 +143,7 @@ def arguments(mesh: jax.sharding.Mesh):
   return {"w": w, "m": momentum}, frozen, shape(16, 48, mesh=mesh, spec=P(("data", "fsdp")))
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 1)], ids=str)
 def test_the_plan_of_this_machine_is_what_the_running_program_has(sizes):
   config = meshes.MeshConfig(*sizes)
@@ -325,7 +326,9 @@ def test_a_program_is_compiled_once(tmp_path, monkeypatch):
   assert len(list((tmp_path / "cache").iterdir())) == len(compiles) == 6
 
 
-@pytest.mark.parametrize("rows, platform", [(1, "h100"), (64, "h100"), (5, "cpu")])
+@pytest.mark.parametrize(
+  "rows, platform", [(1, "h100"), (64, "h100"), (1, "v6e"), (64, "v5e"), (5, "cpu")]
+)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_a_kernel_counts_as_the_product_it_stands_for(rows, platform, fmt):
   """Both directions, of one layer of a stack, whatever the kernel's own arrays look like."""
@@ -361,7 +364,7 @@ def test_without_a_compiler_an_rl_recipe_is_lowered_and_counted(text, sizes):
     shapes = [
       x for x in jax.tree.leaves((program.args, dict(program.kwargs))) if hasattr(x, "sharding")
     ]
-    chosen = {"cuda": "triton", "tpu": "xla"}[target.device.platform]
+    chosen = {"cuda": "triton", "tpu": "mosaic_tpu"}[target.device.platform]
     assert not found.compiled and found.implementations == {"fp4_matmul": chosen}
     assert found.argument_bytes == plan.device_bytes(shapes)
     everything = plan.device_bytes(

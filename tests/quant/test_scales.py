@@ -322,6 +322,7 @@ def test_mapped_equals_one_by_one(format, config):
     assert float(mapped.tensor_scale[i]) == float(alone.tensor_scale)
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("search", ["mse", "mse_unrounded"])
 def test_a_search_does_not_hold_its_candidates(search):
   w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)

@@ -308,6 +308,7 @@ def test_masters_in_float32_move_where_bfloat16_stands_still():
   np.testing.assert_array_equal(thousand(stalled), stalled)
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_the_train_step_holds_neither_a_dense_model_nor_all_logits():
   """A deep, narrow model whose dense kernels and logits would each dwarf all that is needed."""
   depth, width, vocab, rows, per_row, length = 64, 256, 262_144, 2, 2, 64

@@ -73,7 +73,9 @@ def alone(packed_lm):
   return one_round(tiny.trainer(packed_lm, **CHANGES))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+  "mesh", [MESHES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:])], ids=str
+)
 def test_a_round_is_that_of_one_device(packed_lm, alone, mesh):
   trainer = tiny.trainer(packed_lm, mesh=mesh, **CHANGES)
   for path, x in trainer.state.trainable.items():  # the optimiser's moments are where they belong

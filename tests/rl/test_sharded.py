@@ -62,8 +62,10 @@ def alone():
 
 @pytest.mark.parametrize(
   "sizes",
-  [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 4}],
-  ids=["data_fsdp_tensor", "fsdp_sequence"],
+  [
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, id="data_fsdp_tensor"),
+    pytest.param({"fsdp": 2, "sequence": 4}, id="fsdp_sequence", marks=pytest.mark.slow),
+  ],
 )
 def test_an_update_on_eight_devices_is_the_one_on_one(alone, sizes):
   mesh = make_mesh(**sizes)
