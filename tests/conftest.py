@@ -65,7 +65,7 @@ def full_compilation():
 def _optimizations(*, disabled: bool):
   import jax
 
-  before = jax.config.jax_disable_most_optimizations
+  before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", disabled)
   yield
   jax.config.update("jax_disable_most_optimizations", before)

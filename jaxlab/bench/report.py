@@ -18,6 +18,7 @@ BARS = {"ratio_to_transformers": "ratio", "ratio_to_f32": "ratio_to_f32",
         "ratio_to_dense": "ratio_to_dense"}  # fmt: skip
 ACCURACY = ("what", "task", "format", "method", "activations", "n", "perplexity",
             "perplexity_ratio", "nats_lost", "nats_lost_ci_low", "nats_lost_ci_high", "recovered",
+            "recovered_ci_low", "recovered_ci_high",
             "similarity_kept", "similarity_error", "accuracy", "accuracy_lost",
             "accuracy_lost_ci_low", "accuracy_lost_ci_high")  # fmt: skip
 

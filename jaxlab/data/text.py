@@ -77,11 +77,13 @@ def batches(rows_NT: Int[np.ndarray, "N T"], size: int, seed: int) -> grain.MapD
 
 
 def end_id(tokenizer: tokenizers.Tokenizer) -> int:
-  """The token after every document: the tokenizer's eos token, else its first end of an answer.
+  """The token after every document: the tokenizer's eos token, else its first end of an answer,
+  else an encoder's sep token.
 
   Raises: ValueError if it has none.
   """
-  eos = tokenizer.special_tokens.get("eos_token")
+  named = tokenizer.special_tokens
+  eos = named.get("eos_token") or (None if tokenizer.eos_ids else named.get("sep_token"))
   if eos is not None:
     return tokenizer.backend.token_to_id(eos)
   if not tokenizer.eos_ids:

@@ -52,7 +52,8 @@ def causal_lm_config(config: dict[str, Any]) -> causal_lm.CausalLMConfig:
   if family in (*MODERNBERT, BERT):
     raise ValueError(
       f"config.json: for this use model_type must be one of {', '.join(FAMILIES)}; got {family!r}. "
-      "Budgets, quantisation and RL do not know it yet; jaxlab.load does."
+      "Budgets, rounding by groups and RL do not know it yet; jaxlab.load does, and "
+      "launch.quantize with PTQConfig.method = @rtn() or @mr_gptq()."
     )
   if family not in FAMILIES:
     raise _unsupported("model_type", family, f"one of {', '.join(FAMILIES)}")

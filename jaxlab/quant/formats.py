@@ -1,18 +1,19 @@
 """Number formats of FP4: E2M1 codes, E4M3 and E8M0 block scales, packing, the swizzle of scales.
 
-Arithmetic is float32. Which scale a block gets is `scales.py`; decoding, and the encoding that
-kernels share, pallas_kernels' codec.
+Arithmetic is float32. Which scale a block gets is `scales.py`; decoding, and what kernels
+share (encoding, the swizzle), is in pallas_kernels.
 Sources: OCP Microscaling Formats v1.0 §5-6; the scale rules as in the tools that use them (arXiv
 2509.23202 and its code for `fp43` and `quest`, compressed-tensors for `even`).
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, UInt8
 
-from pallas_kernels.fp4_gemm import codec
+from pallas_kernels.fp4_gemm import codec, scale_tiles
 
 encode_e2m1, pack = codec.encode_e2m1, codec.pack
+swizzle, unswizzle = scale_tiles.swizzle, scale_tiles.unswizzle
 
 E8M0_RULES = ("even", "floor", "ceil", "fp43", "quest")
 # Exponents that are written. Below, float32 has denormals only, which XLA flushes to zero; above,
@@ -78,39 +79,6 @@ def quest_byte(blocks: Float32[Array, "*shape b"]) -> UInt8[Array, "*shape"]:
 def _byte(biased, low, amax):
   byte = jnp.clip(biased, low + 127, E8M0_MAX + 127)
   return jnp.where(jnp.isfinite(amax), byte, E8M0_NAN).astype(jnp.uint8)
-
-
-def swizzled_shape(rows: int, columns: int) -> tuple[int, ...]:
-  """Shape [R/128, C/4, 32, 4, 4] of the swizzled scales of `rows` x `columns`, both rounded up."""
-  return (-(-rows // 128), -(-columns // 4), 32, 4, 4)
-
-
-def swizzle(scale: Shaped[Array, "R C"]) -> Shaped[Array, "a b 32 4 4"]:
-  """Block scales in the 128x4 layout that Blackwell's tensor cores and cuBLAS read.
-
-  Entry (r, c) goes to the flat offset
-    ((r // 128) * (C / 4) + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4;
-  R is padded to 128 and C to 4, with byte 0. Never on disk: checkpoints hold rows.
-  """
-  a, b, *_ = shape = swizzled_shape(*scale.shape)
-  width = [(0, 128 * a - scale.shape[0]), (0, 4 * b - scale.shape[1])]
-  bits = jnp.pad(jax.lax.bitcast_convert_type(scale, jnp.uint8), width)
-  tiles = bits.reshape(a, 4, 32, b, 4).transpose(0, 3, 2, 1, 4).reshape(shape)
-  return jax.lax.bitcast_convert_type(tiles, scale.dtype)
-
-
-def unswizzle(tiles: Shaped[Array, "a b 32 4 4"], rows: int, columns: int) -> Shaped[Array, "R C"]:
-  """The inverse of `swizzle`: `rows` x `columns` block scales, the padding dropped.
-
-  Raises: ValueError if `tiles` is not the swizzled form of such a matrix.
-  """
-  if tiles.shape != swizzled_shape(rows, columns):
-    raise ValueError(
-      f"unswizzle: {rows} x {columns} scales are swizzled as {swizzled_shape(rows, columns)}; got "
-      f"{tiles.shape}. Give the size before padding."
-    )
-  a, b, *_ = tiles.shape
-  return tiles.transpose(0, 3, 2, 1, 4).reshape(128 * a, 4 * b)[:rows, :columns]
 
 
 def require_rule(name: str, rule: str) -> None:

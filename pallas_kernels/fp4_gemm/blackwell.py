@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels import target
-from pallas_kernels.fp4_gemm import codec
+from pallas_kernels.fp4_gemm import codec, scale_tiles
 from pallas_kernels.fp4_gemm import mosaic_gpu_schedule as schedules
 
 MULTIPROCESSORS = 148  # of a B200; where `target` knows no GPU
@@ -36,7 +36,8 @@ TILE = 128  # rows of x, and of W, of a CTA
 GROUP = 256  # columns of a step: one line of the 128-byte swizzle
 SLOTS = 4  # [ours: 4 x 36 KiB under way; not measured]
 OUT_COLUMNS = 64  # of the slots from which the result is stored
-TILE_ROWS, TILE_BLOCKS = 128, 4  # of scales
+TILE_ROWS, TILE_BLOCKS = scale_tiles.ROWS, scale_tiles.BLOCKS
+swizzle = scale_tiles.swizzle
 _COPY_WARP, _PRODUCT_WARP = 0, 1
 
 
@@ -78,22 +79,6 @@ def why_not(
   if width % GROUP:
     return f"in must be a multiple of {GROUP}, a line of shared memory; got {width}"
   return None
-
-
-def swizzle(scale: Shaped[Array, "*stack R k"]) -> Shaped[Array, "*stack r b 32 16"]:
-  """Scales in the tensor core's tiles of 128 rows by 4 blocks, rows padded with byte 0.
-
-  Element (r, c) comes to [r // 128, c // 4, r % 32, 4 * ((r % 128) // 32) + c % 4]: cuBLAS's
-  128x4 layout.
-  """
-  *stack, rows, blocks = scale.shape
-  padding = [(0, 0)] * len(stack) + [(0, -rows % TILE_ROWS), (0, 0)]
-  tiles = jnp.pad(scale, padding).reshape(
-    *stack, -1, TILE_ROWS // 32, 32, blocks // TILE_BLOCKS, TILE_BLOCKS
-  )
-  axes = (len(stack) + i for i in (0, 3, 2, 1, 4))
-  tiles = jnp.transpose(tiles, (*range(len(stack)), *axes))
-  return tiles.reshape(*tiles.shape[:-2], 16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -361,6 +361,7 @@ def forward(
   if layer is None:
     codes, scale, tensor_scale, layer = codes[None], scale[None], tensor_scale[None], jnp.int32(0)
   layers, features, _ = codes.shape
+  layer = jnp.clip(layer, 0, layers - 1)
   tensor_scale = tensor_scale * 2.0 ** -decode.POWER[codec.format_of(scale)]
   rows, width = x_MK.shape
   gpu = target.gpu(target.current_target())
@@ -383,7 +384,7 @@ def forward(
     thread_name="warpgroup",
     interpret=interpret,
     kernel_name="fp4_gemm_sm90",
-  )(jnp.clip(layer, 0, layers - 1)[None], tensor_scale, x_MK, codes, scale)
+  )(layer[None], tensor_scale, x_MK, codes, scale)
   if not blocks.split:
     return y_SMO[0, :rows]
   return (schedule.add_parts(y_SMO[:, :rows]) * tensor_scale[layer]).astype(x_MK.dtype)

@@ -195,6 +195,7 @@ def _product(x, codes, scale, tensor_scale, layer, transposed, interpret):
   if whole:
     return y[0]
   y = y.reshape(-1, rows, y.shape[-1]).sum(0)
+  layer = jnp.clip(layer, 0, codes.shape[0] - 1)  # as the kernel does
   scale_of_layer = jax.lax.dynamic_index_in_dim(tensor_scale, layer, 0, keepdims=False)
   return (y * (scale_of_layer * triton_decode.UNIT[format])).astype(dtype)
 

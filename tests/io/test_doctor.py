@@ -237,6 +237,29 @@ def test_every_layout_is_known(dense, tmp_path):
     assert "scales: the largest weight of model.layers." in broken and expected[layout] in broken
 
 
+def test_powers_of_two_upside_down(dense, tmp_path):
+  """They stay small: nothing but the size of usual weights tells."""
+  lm = jaxlab.load(dense)
+  lm = dataclasses.replace(lm, params=fp4.quantize_params(lm.params, "mxfp4"))
+  huggingface.save_pretrained(lm, tmp_path / "mx")
+  assert not texts(tmp_path / "mx", "warning")
+
+  def turn(tensors):
+    tensors[f"{Q0}.weight_scale"] = 254 - tensors[f"{Q0}.weight_scale"]
+
+  rewrite(tmp_path / "mx", turn)
+  (warning,) = texts(tmp_path / "mx", "warning")
+  assert f"half of the blocks of {Q0} would hold weights of" in warning
+
+
+def test_nvfp4_activations_that_a_server_cannot_scale(packed):
+  stored = json.loads((packed / "config.json").read_text())["quantization_config"]
+  group = stored["config_groups"]["group_0"]
+  group["input_activations"] = {**group["weights"], "dynamic": True}
+  edit(packed, quantization_config=stored)
+  assert any("vLLM needs a static scale" in text for text in texts(packed, "note"))
+
+
 def test_scales_of_activations_upside_down(packed):
   edit_groups = json.loads((packed / "config.json").read_text())["quantization_config"]
   group = edit_groups["config_groups"]["group_0"]

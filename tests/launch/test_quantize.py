@@ -151,6 +151,32 @@ def test_a_wrong_binding_is_refused(capsys, workdir, tmp_path, model, binding, m
   assert message in run(capsys, workdir, model, tmp_path / "out", binding).error
 
 
+@pytest.mark.parametrize(
+  ("layout", "bindings", "message"),
+  [
+    (
+      "compressed_tensors",
+      ("quantize.format='mxfp4'", "quantize.rule='fp43'"),
+      "--output_format: compressed_tensors mxfp4 has no tensor scale; got the rule fp43",
+    ),
+    (
+      "modelopt",
+      ("quantize.head='int8'",),
+      "--output_format: modelopt holds dense and FP4 weights; got Int8Array at embed. Use "
+      "--output_format=jaxlab",
+    ),
+    ("modelopt", ("quantize.activations='fp4'",), "W4A4 needs a static scale of the activations"),
+    ("fp_quant", (), "its programs always round activations to FP4; got activations 'none'"),
+  ],
+)
+def test_what_a_layout_has_no_place_for_is_refused_before_the_work(
+  capsys, workdir, tmp_path, model, layout, bindings, message
+):
+  done = run(capsys, workdir, model, tmp_path / "out", *bindings, output_format=layout)
+  assert message in done.error
+  assert not (tmp_path / "out").exists() and "load:" not in done.err
+
+
 def test_a_layout_that_cannot_hold_the_format_is_refused(capsys, workdir, tmp_path, model):
   done = run(
     capsys, workdir, model, tmp_path / "out", "quantize.format='nf4'", output_format="fp_quant"
@@ -171,6 +197,10 @@ def test_an_output_in_use_is_refused_before_the_work(capsys, workdir, tmp_path, 
   (tmp_path / "out").mkdir()
   (tmp_path / "out" / "mine.txt").touch()
   assert "--output: must be new or empty" in run(capsys, workdir, model, tmp_path / "out").error
+  below = tmp_path / "out" / "mine.txt" / "deep"
+  assert "--output: must be where a folder can be written" in (
+    run(capsys, workdir, model, below).error
+  )
   missing = verbs.call("quantize", [f"--model={model}", f"--workdir={workdir}"], capsys)
   assert "--output: must be given" in missing.error
 

@@ -55,6 +55,7 @@ def rows(model):
   return calibrate.rows(text.encode_prompts(tokenizer, [TEXT]), config, 2)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_the_library_makes(capsys, workdir, tmp_path, model):
   done = run(capsys, workdir, model, tmp_path / "out")
   assert done.code == 0, done.err
@@ -83,8 +84,15 @@ def test_what_is_written_is_what_the_library_makes(capsys, workdir, tmp_path, mo
     pytest.param(
       "modelopt", ("PTQConfig.method=@gptq()", "gptq.activations='fp4'"), marks=pytest.mark.slow
     ),
-    ("fp_quant", ("mr_gptq.format='mxfp4'", "mr_gptq.activations='fp4'")),
+    pytest.param(
+      "fp_quant", ("mr_gptq.format='mxfp4'", "mr_gptq.activations='fp4'"), marks=pytest.mark.slow
+    ),
     pytest.param("jaxlab", (), marks=pytest.mark.slow),
+    # The quick one: no solver, but the text gives the scales of its activations.
+    (
+      "compressed_tensors",
+      ("PTQConfig.method=@rtn_hadamard()", "rtn_hadamard.activations='fp4'"),
+    ),
   ],
 )
 def test_layouts(capsys, workdir, tmp_path, model, layout, bindings):
@@ -96,7 +104,7 @@ def test_layouts(capsys, workdir, tmp_path, model, layout, bindings):
     assert (np.asarray(kernel.tensor_scale) == 3).all()
   assert kernel.activations == ("none" if layout == "jaxlab" else "fp4")
   assert kernel.rotation == (0 if layout == "modelopt" else 64)
-  assert (kernel.act_scale is not None) == (layout == "modelopt")
+  assert (kernel.act_scale is not None) == (layout in ("modelopt", "compressed_tensors"))
   assert verbs.result(workdir)["layout"] == layout
 
 
@@ -119,6 +127,17 @@ def test_without_paths_the_packaged_passages_are_read(
     ((), "modelopt", "it holds nvfp4 without rotation; got nvfp4, rotation 64"),
     ((), "fp_quant", "round activations to FP4; got activations 'none'"),
     (("mr_gptq.format='nf4'",), None, "format must be one of nvfp4, mxfp4; got 'nf4'"),
+    (
+      (
+        "PTQConfig.method=@MRGPTQConfig()",
+        "MRGPTQConfig.format='mxfp4'",
+        "MRGPTQConfig.scales=@ScaleConfig()",
+        "ScaleConfig.rule='fp43'",
+      ),
+      None,
+      "compressed_tensors mxfp4 has no tensor scale; got the rule fp43",
+    ),
+    (("Calibration.paths=()",), None, "Calibration.paths: must name a text; got ()"),
     (("Calibration.length=4000",), None, "the text must fill them; got 4 of 4000 tokens"),
     (("Calibration.sequences=0",), None, "Calibration.sequences: must be at least 1; got 0"),
     (("PTQConfig.calibration=None",), None, "GPTQ and AWQ need calibration sequences; got none"),

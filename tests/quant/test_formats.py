@@ -100,7 +100,7 @@ def test_the_swizzle_pads_with_zero_bytes_and_comes_back(rows, columns, e4m3):
   bits = np.random.default_rng(rows).integers(1, 127, (rows, columns), np.uint8)
   scale = jnp.asarray(bits.view(ml_dtypes.float8_e4m3fn) if e4m3 else bits)
   tiles = formats.swizzle(scale)
-  assert tiles.dtype == scale.dtype and tiles.shape == formats.swizzled_shape(rows, columns)
+  assert tiles.dtype == scale.dtype and tiles.shape == (-(-rows // 128), -(-columns // 4), 32, 16)
   flat = np.asarray(tiles).view(np.uint8).ravel()
   wide = 4 * -(-columns // 4)
   r, c = np.indices(bits.shape)
@@ -111,10 +111,14 @@ def test_the_swizzle_pads_with_zero_bytes_and_comes_back(rows, columns, e4m3):
   np.testing.assert_array_equal(np.asarray(back).view(np.uint8), bits)
 
 
-def test_the_swizzle_moves_bytes_of_any_value():
-  bits = np.arange(256, dtype=np.uint8).reshape(64, 4)  # NaN and negative E4M3 among them
+def test_the_swizzle_moves_bytes_of_any_value_in_every_matrix_of_a_stack():
+  bits = np.arange(512, dtype=np.uint16).astype(np.uint8).reshape(2, 64, 4)  # NaN, negative E4M3
   scale = jnp.asarray(bits.view(ml_dtypes.float8_e4m3fn))
-  back = formats.unswizzle(formats.swizzle(scale), 64, 4)
+  tiles = formats.swizzle(scale)
+  np.testing.assert_array_equal(
+    np.asarray(tiles[1]).view(np.uint8), np.asarray(formats.swizzle(scale[1])).view(np.uint8)
+  )
+  back = formats.unswizzle(tiles, 64, 4)
   np.testing.assert_array_equal(np.asarray(back).view(np.uint8), bits)
 
 
@@ -197,8 +201,8 @@ def test_errors():
     formats.e8m0_byte(jnp.ones(2), "up")
   with pytest.raises(ValueError, match="'quest' takes blocks, not maxima. Use quest_byte"):
     formats.e8m0_byte(jnp.ones(2), "quest")
-  with pytest.raises(ValueError, match=r"130 x 5 .* \(2, 2, 32, 4, 4\); got \(1, 2, 32, 4, 4\)"):
-    formats.unswizzle(jnp.zeros((1, 2, 32, 4, 4), jnp.uint8), 130, 5)
+  with pytest.raises(ValueError, match=r"130 x 5 .* \(2, 2, 32, 16\); got \(1, 2, 32, 16\)"):
+    formats.unswizzle(jnp.zeros((1, 2, 32, 16), jnp.uint8), 130, 5)
   with pytest.raises(ValueError, match="where: weights must be finite; got 2 of 4 NaN or inf"):
     formats.require_finite("where", jnp.asarray([1, np.nan, np.inf, 0]))
   jax.jit(lambda x: formats.require_finite("traced", x))(jnp.ones(2))  # cannot be read: no error
