@@ -9,7 +9,7 @@ from absl import flags
 import jaxlab
 from jaxlab import lm as language_model
 from jaxlab.data import assets
-from jaxlab.io import fp4_layouts, huggingface, names, orbax
+from jaxlab.io import export, fp4_layouts, huggingface, names, orbax
 from jaxlab.nn import weights
 from jaxlab.quant import report
 from pallas_kernels.fp4_gemm import codec
@@ -84,7 +84,8 @@ def require_place(params: Any, layout: str, rule: str) -> None:
 def write(lm: jaxlab.LM, output: pathlib.Path, layout: str) -> dict[str, Any]:
   """Writes the model, says so, and returns sizes; a decoder in the default layout has a receipt."""
   if layout == OWN:
-    jaxlab.save(lm, output)
+    with export.new_folder(output) as part:
+      jaxlab.save(lm, part)
   elif layout == DEFAULT and lm.module.config.causal:
     language_model.export(lm, output)
   else:

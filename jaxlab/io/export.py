@@ -318,16 +318,25 @@ def _with_quantization(
   config[fp4_configs.KEY] = written = fp4_configs.describe(linears, dense, before)
   if written != before:
     fp4_configs.write_beside(written, folder)
+    config = as_bfloat16(config)
   elif beside is not None:
     _copy(beside, folder / fp4_configs.MODELOPT_FILE)
   return config
 
 
 def _with_dtype(config: dict[str, Any], dtype: jax.typing.DTypeLike | None) -> dict[str, Any]:
-  if dtype is None:
-    return config
-  key = "torch_dtype" if "torch_dtype" in config else "dtype"
-  return config | {key: str(np.dtype(dtype))}
+  return config if dtype is None else config | {_dtype_key(config): str(np.dtype(dtype))}
+
+
+def as_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
+  """The config of a model whose linears become FP4, which a float32 one cannot keep: readers decode
+  them to bfloat16, and fail to multiply that with float32. Tensors stay what they are."""
+  key = _dtype_key(config)
+  return config | {key: "bfloat16"} if config.get(key) in (None, "float32") else config
+
+
+def _dtype_key(config: Mapping[str, Any]) -> str:
+  return "torch_dtype" if "torch_dtype" in config else "dtype"
 
 
 def _source_file(source: pathlib.Path, name: str) -> pathlib.Path | None:

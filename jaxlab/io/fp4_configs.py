@@ -133,7 +133,10 @@ def parse_modelopt(stored: Mapping[str, Any], file: str) -> Quantization:
   if not isinstance(body, Mapping):
     raise fp4_ct_config.unsupported("quantization", body)
   _mention_cache(body)
-  algorithm = fp4_ct_config.one_of("quant_algo", body.get("quant_algo"), MODELOPT_ALGORITHMS)
+  algorithm = body.get("quant_algo")
+  if isinstance(algorithm, str):  # some versions write lower case
+    algorithm = algorithm.upper()
+  fp4_ct_config.one_of("quant_algo", algorithm, MODELOPT_ALGORITHMS)
   if body.get("group_size") not in (None, 16):
     raise fp4_ct_config.unsupported("group_size", body["group_size"])
   for key in ("has_zero_point", "pre_quant_scale", "quantized_layers"):
@@ -228,11 +231,9 @@ def _says_the_same(stored, linears, dense) -> bool:
 
 def _modelopt_json(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
   weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-  acts = weights if scheme.activations == "fp4" else None
+  acts = {"input_activations": weights} if scheme.activations == "fp4" else {}
   return {
-    "config_groups": {
-      "group_0": {"input_activations": acts, "weights": weights, "targets": ["Linear"]}
-    },
+    "config_groups": {"group_0": {**acts, "weights": weights, "targets": ["Linear"]}},
     "ignore": ignore,
     "quant_algo": "NVFP4" if scheme.activations == "fp4" else "W4A16_NVFP4",
     "producer": _producer(),

@@ -51,8 +51,9 @@ for name, digest in receipt["sha256"].items():
     same = hashlib.file_digest(file, "sha256").hexdigest() == digest
   failed += not same
   print(f"{name}: {'same bytes' if same else 'OTHER BYTES'}")
-model = transformers.AutoModelForCausalLM.from_pretrained(here, dtype="auto").eval()
-model(torch.tensor([[0]]))  # packed weights are decoded at the first call
+model = transformers.AutoModelForCausalLM.from_pretrained(here, dtype=torch.float32).eval()
+with torch.autocast("cpu"):
+  model(torch.tensor([[0]]))  # packed weights are decoded at the first call, to bfloat16
 torch.nn.Module.float(model)  # exact: the receipt is float32 arithmetic on the stored numbers
 for module in model.modules():
   module.quantization_enabled = False  # weights are compared, activations are not rounded

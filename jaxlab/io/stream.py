@@ -86,7 +86,7 @@ def quantize_folder(
     pairs = itertools.chain(_transforms(plan, written), _tensors(plan, quantize_matrix, on_block))
     paths = st.write_sharded(part, pairs, max_shard_bytes=max_shard_bytes)
     after = sum(path.stat().st_size for path in paths)
-    export.write_config(config, source, part)
+    export.write_config(export.as_bfloat16(config), source, part)
     fp4_configs.write_beside(written, part)
     export.write_tokenizer(None, source, part)
   before = sum(plan.folder.raw(name).nbytes for name in plan.folder.names())

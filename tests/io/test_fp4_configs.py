@@ -231,8 +231,13 @@ def test_modelopt_wildcards():
 
 
 def test_modelopt_weight_only():
-  config = modelopt(quant_algo="W4A16_NVFP4", group_size=16)
-  assert of(config, UP) == [Scheme("modelopt", "nvfp4")]
+  scheme = Scheme("modelopt", "nvfp4")
+  for algorithm in ("W4A16_NVFP4", "w4a16_nvfp4"):
+    assert of(modelopt(quant_algo=algorithm, group_size=16), UP) == [scheme]
+  written = fp4_configs.describe({UP: (scheme, 64)}, {})
+  # What nvidia-modelopt 0.47 makes of such a hf_quant_config.json (convert_hf_config.py).
+  weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+  assert written["config_groups"] == {"group_0": {"weights": weights, "targets": ["Linear"]}}
 
 
 @pytest.mark.parametrize(

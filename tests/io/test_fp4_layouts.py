@@ -302,7 +302,7 @@ def with_first_byte(scale, byte):
     (FP_NV, "rotation", lambda t: np.eye(48, dtype=t.dtype), r"divide 64 inputs.*\(48, 48\)"),
     (FP_NV, "rotation", lambda t: t * np.float32(np.nan).astype(t.dtype), "must be finite"),
     (FP_NV, "rotation", lambda t: t * 0, "must be orthonormal"),
-    (FP_NV, "rotation", lambda t: np.eye(32, dtype=t.dtype), r"config.json says, 16; got \(32, 32\)"),
+    (FP_NV, "rotation", lambda t: np.eye(32, dtype=t.dtype), r"json says, 16; got \(32, 32\)"),
     (EVERY["pseudo_nv"], "codes", lambda t: t + t.T[:1, :1], "are not nvfp4 values"),
     (EVERY["pseudo_mx"], "codes", lambda t: t + t.dtype.type(np.inf), "must be finite"),
   ],

@@ -160,9 +160,20 @@ def test_parity_what_compressed_tensors_saves(model, tmp_path):
 
 
 @pytest.mark.parity
-def test_parity_the_receipt_of_a_rotated_folder_is_verified(model, tmp_path):
-  """transformers leaves the rotations out; the script adds them."""
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_parity_the_receipt_of_a_rotated_folder_is_verified(dtype, tmp_path):
+  """transformers leaves the rotations out, the script adds them; a float32 model's other tensors
+  are verified in float32, though it is declared bfloat16, in which alone transformers runs it."""
+  import torch
+  import transformers
+
+  tiny.write_folder(tmp_path / "in", tiny.config(**EVEN), dtype=dtype)
+  lm = jaxlab.load(tmp_path / "in")
+  model = dataclasses.replace(lm, params=weights.map_leaves(rotated, lm.params))
   language_model.export(model, tmp_path / "out")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+  assert theirs.dtype == torch.bfloat16
+  theirs(torch.tensor([[0]]))
   verify = [sys.executable, str(tmp_path / "out" / "verify.py")]
   done = subprocess.run(verify, capture_output=True, text=True, check=False)
   assert done.returncode == 0 and "verified" in done.stdout, done.stdout + done.stderr[-2000:]

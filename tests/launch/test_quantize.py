@@ -1,6 +1,7 @@
 """`launch.quantize`: what it writes loads again and says what it did; refusals take one line."""
 
 import dataclasses
+import errno
 import json
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxlab
+from jaxlab.io import orbax
 from jaxlab.nn import weights
 from jaxlab.quant import by_group, fp4, report
 from jaxlab.quant import model as quant
@@ -123,6 +125,19 @@ def test_groups_together_are_the_whole_model(model):
   grouped, errors = by_group.quantize_by_group(lm, quant.quantize)
   jax.tree.map(np.testing.assert_array_equal, grouped.params, quant.quantize(lm.params))
   assert set(errors) == {"q", "k", "v", "o", "gate", "up", "down"}
+
+
+def test_a_full_disk_leaves_nothing_behind(capsys, workdir, tmp_path, model, monkeypatch):
+  """Of a checkpoint of our own too, of which a part would stand in the way of the next try."""
+
+  def full(path, *_):
+    (path / "half").mkdir(parents=True)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(orbax, "save_params", full)
+  done = run(capsys, workdir, model, tmp_path / "out", output_format="jaxlab")
+  assert done.error == f"{tmp_path / 'out'}: No space left on device"
+  assert not list(tmp_path.glob("*out*"))
 
 
 # --- refused in one line
