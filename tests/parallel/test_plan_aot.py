@@ -73,7 +73,9 @@ def _compile(program: plan.Program) -> Made:
     hlo.analyse(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes,
     sum(flops.count(traced.jaxpr.jaxpr).values()), plan.implementations(traced.jaxpr.jaxpr),
   )  # fmt: skip
-  print(f"\n{program.name}: {found.implementations}, {found.temporaries / 1e6:.0f} MB of temporaries")
+  print(
+    f"\n{program.name}: {found.implementations}, {found.temporaries / 1e6:.0f} MB of temporaries"
+  )
   print(f"  {found.analysis.bytes / 1e9:.2f} GB of traffic, {found.flops:.3g} operations")
   return found
 
